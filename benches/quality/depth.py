@@ -16,6 +16,7 @@ import copy
 import datetime
 import json
 import math
+import subprocess
 import time
 import warnings
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ PAGE, MARK = ROOT / "docs" / "zoo.md", "depth"
 WEIGHTS = ROOT / "benches" / "zoo" / "reach" / "model.safetensors"
 WORK = ROOT / ".cache" / "zoo" / "reach"
 KEPT = ("rounding", "GPTQ, one step", "GPTQ, all steps", "loopq")
+#: The narrowest moves most, so that more calibrations and trainings are measured there.
 BITS: tuple[Literal[4, 3, 2], ...] = (4, 3, 2)
 GROUP = 32
 
@@ -55,11 +57,10 @@ N_UPDATES, BATCH, RATE = 600, 64, 2e-3
 HOPS, N_GRAPHS, SOLVED = (1, 2, 4, 6, 7, 8, 9, 10), 500, 0.9
 #: Seed of the graphs that accuracy is measured on. Trainings and calibrations draw theirs from (this + 1 or 2, seed).
 HELD_OUT = 2**40
-#: Difficulties of the table's frontier, a cell beside it as (hops, loops), and difficulties of the picture's lines.
-FRONTIER, CELL, HOPS_DRAWN = (6, 7, 8, 9), (8, 12), (8, 9)
+#: Difficulties of the table's frontier, and that of the picture's lines.
+FRONTIER, DRAWN = (6, 8, 9, 10), 9
 HUES = {
-    "float32": ("ink", "|"), "rounding": ("pink", "v"), "GPTQ, one step": ("orange", "s"),
-    "GPTQ, all steps": ("green", "^"), "loopq": ("blue", "o"),
+    "float32": "ink", "rounding": "pink", "GPTQ, one step": "orange", "GPTQ, all steps": "green", "loopq": "blue",
 }  # fmt: skip
 
 Batch = dict[str, Any]
@@ -212,17 +213,17 @@ def answered(model: nn.Module) -> NDArray[np.bool_]:
     return found
 
 
-def run(seed: int, bits: Sequence[Literal[4, 3, 2]], draws: int) -> list[dict[str, Any]]:
+def run(seed: int, draws: dict[Literal[4, 3, 2], int]) -> list[dict[str, Any]]:
     """Rows of a trained model: right answers by hops and loops, and what float32 has right alone, or not."""
     model = load(seed)
     full = answered(model)
     rows: list[dict[str, Any]] = [
         {"seed": seed, "bits": 32, "variant": "float32", "draw": 0, "right": full.sum(2).tolist()}
     ]
-    for width in bits:
+    for width, n_draws in draws.items():
         for variant in KEPT:
             # Rounding reads no calibration.
-            for draw in range(draws if variant != "rounding" else 1):
+            for draw in range(n_draws if variant != "rounding" else 1):
                 with warnings.catch_warnings():
                     # The vector of each loop, which is added.
                     warnings.filterwarnings("ignore", "not quantized: loop")
@@ -252,25 +253,32 @@ def spread(values: Sequence[int | None]) -> str:
 
 
 def results(data: dict[str, Any]) -> str:
-    """A line for each training, width and variant: the frontier, a cell beside it, and changes from float32."""
+    """A line for each training, width and variant: the frontier, a cell on it, and changes from float32.
+
+    The cell is the one where float32 is nearest to the middle between a guess and certainty.
+    """
     hops, n, lines = data["hops"], data["n_graphs"], []
     kinds: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
     for row in data["rows"]:
         kinds.setdefault((row["seed"], row["bits"], row["variant"]), []).append(row)
     for (seed, bits, variant), rows in kinds.items():
+        full = np.array(kinds[seed, 32, "float32"][0]["right"])
+        at, loops = np.unravel_index(np.abs(full / n - 0.75).argmin(), full.shape)
         line: dict[str, Any] = {"seed": seed, "weights": variant if bits == 32 else f"{bits} bits: {variant}"}
         for h in FRONTIER:
             line[f"at {h}"] = spread([needed(row["right"][hops.index(h)], n) for row in rows])
-        share = wilson(rows[0]["right"][hops.index(CELL[0])][CELL[1] - 1], n)
-        line["cell"] = f"{share.estimate:.3f} ({share.low:.3f}-{share.high:.3f})"
+        share = wilson(rows[0]["right"][at][loops], n)
+        line["cell"] = f"{share.estimate:.2f} ({share.low:.2f}-{share.high:.2f})"
+        if bits == 32:
+            line["cell"] += f" at {hops[at]} hops, {loops + 1} loops"
         for key in ("lost", "won"):
             if key in rows[0]:
                 line[key] = f"{100 * np.mean([row[key] for row in rows]) / n:.2f} %"
         lines.append(line)
     columns = [("seed", "training", ""), ("weights", "weights", "")]
-    columns += [(f"at {h}", f"loops for {SOLVED:.0%} at {h} hops", "") for h in FRONTIER]
-    columns += [("cell", f"right at {CELL[0]} hops with {CELL[1]} loops (95 %)", "")]
-    return table(lines, [*columns, ("lost", "lost", ""), ("won", "won", "")])
+    columns += [(f"at {h}", f"loops at {h} hops", "") for h in FRONTIER]
+    columns += [("cell", "right answers in a cell (95 %)", ""), ("lost", "lost", ""), ("won", "won", "")]
+    return table(lines, columns)
 
 
 def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
@@ -279,38 +287,34 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
 
 
 def draw(figure: Figure, data: dict[str, Any], theme: Theme) -> None:
-    """Left: accuracy of float32 by hops and loops. Right: accuracy by loops at two difficulties beside the frontier."""
-    hops, n = list(data["hops"]), data["n_graphs"]
-    rows = [r for r in data["rows"] if r["seed"] == data["rows"][0]["seed"] and r["bits"] in (32, BITS[-1])]
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    """Right answers of float32 by hops and loops, and of the narrowest weights by loops for each training."""
+    hops, n = data["hops"], data["n_graphs"]
+    seeds = list(dict.fromkeys(row["seed"] for row in data["rows"]))
+    grid, *lines = figure.subplots(1, 1 + len(seeds), width_ratios=(1.2, *(1,) * len(seeds)))
     colours = LinearSegmentedColormap.from_list("share", [theme.page, theme.colour("sky")])
-    full = np.array(rows[0]["right"]) / n
-    left.imshow(full, cmap=colours, vmin=0.5, vmax=1.0, aspect="auto", origin="lower")
-    left.set_xticks(range(1, MAX_LOOPS, 2), range(2, MAX_LOOPS + 1, 2))
-    left.set_yticks(range(len(hops)), hops)
-    left.set_xlabel("loops")
-    left.set_ylabel("hops")
-    left.set_title(f"{SOLVED:.0%} right from here on, {BITS[-1]} bits", loc="left")
-    for i, (variant, (hue, marker)) in enumerate(HUES.items()):
-        colour, places = theme.colour(hue), []
-        for row in (r for r in rows if r["variant"] == variant):
-            for y, h in enumerate(HOPS_DRAWN):
-                right.plot(
-                    range(1, MAX_LOOPS + 1), np.array(row["right"][hops.index(h)]) / n, color=colour,
-                    linewidth=2.4 if variant == "float32" else 1.1, linestyle="-" if y == 0 else (0, (4, 2)),
-                    zorder=1 if variant == "float32" else 2,
-                )  # fmt: skip
-            places = places or [needed(right_, n) for right_ in row["right"]]
-        at = [(loops - 1, y + (2 - i) * 0.14) for y, loops in enumerate(places) if loops is not None]
-        left.plot(*zip(*at, strict=True), marker, color=colour, markersize=4.5)
-        right.plot([], [], color=colour, label=variant)
-    right.set_xlim(4, MAX_LOOPS)
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_xlabel("loops")
-    right.set_ylabel("right answers")
-    right.set_title(f"{HOPS_DRAWN[0]} hops, and dashed {HOPS_DRAWN[1]}: {BITS[-1]} bits", loc="left")
-    right.legend(frameon=False, loc="upper left")
-    right.grid(alpha=0.18)
+    full = np.array(data["rows"][0]["right"]) / n
+    grid.imshow(full, cmap=colours, vmin=0.5, vmax=1.0, aspect="auto", origin="lower")
+    grid.set_xticks([0, 4, 9, 14, 19], [1, 5, 10, 15, 20])
+    grid.set_yticks(range(len(hops)), hops)
+    grid.set_ylabel("hops")
+    grid.set_title("float32", loc="left")
+    for axes, seed in zip(lines, seeds, strict=True):
+        for row in (r for r in data["rows"] if r["seed"] == seed and r["bits"] in (32, BITS[-1])):
+            under = row["variant"] == "float32"
+            axes.plot(
+                range(1, MAX_LOOPS + 1), np.array(row["right"][hops.index(DRAWN)]) / n, zorder=1 if under else 2,
+                color=theme.colour(HUES[row["variant"]]), linewidth=5 if under else 1.2, alpha=0.3 if under else 1,
+                label=row["variant"] if row["draw"] == 0 else None,
+            )  # fmt: skip
+        axes.set_xlim(8, MAX_LOOPS)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.set_ylim(0.47, 1.02)
+        axes.set_title(f"{DRAWN} hops, {BITS[-1]} bits", loc="left")
+        axes.set_xlabel(f"loops, training {seed}")
+        axes.grid(alpha=0.18)
+    grid.set_xlabel(f"loops, training {seeds[0]}")
+    lines[0].set_ylabel("right answers")
+    lines[0].legend(frameon=False, loc="upper left", fontsize=8)
 
 
 def stored(seed: int) -> Path:
@@ -338,7 +342,7 @@ def main() -> None:
         "--seeds", type=int, nargs="*", default=[0, 1, 2], help="trainings (default %(default)s)"
     )
     parser.add_argument(
-        "--draws", type=int, default=3, help="sets of calibration graphs (default %(default)s)"
+        "--draws", type=int, default=3, help="sets of calibration graphs at 2 bits (default %(default)s)"
     )
     parser.add_argument("--out", type=Path, help="default: a new record")
     args = parser.parse_args()
@@ -353,13 +357,15 @@ def main() -> None:
             stored(seed).parent.mkdir(parents=True, exist_ok=True)
             save_file(state, stored(seed))
         return
-    # The first training at all bits and calibrations, the others where quantization changes most.
     first, *others = args.seeds
-    rows = run(first, BITS, args.draws) + [row for seed in others for row in run(seed, BITS[-1:], 1)]
+    rows = run(first, dict.fromkeys(BITS, 1) | {BITS[-1]: args.draws})
+    rows += [row for seed in others for row in run(seed, {BITS[-1]: 1})]
     names = " ".join(map(str, args.seeds))
+    commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], text=True)
     data = {
         "command": f"python -m benches.quality.depth --seeds {names} --draws {args.draws}", "cpu": processor(),
-        "loopq": loopq.__version__, "group": GROUP, "hops": HOPS, "n_graphs": N_GRAPHS, "rows": rows,
+        "commit": commit.strip(), "loopq": loopq.__version__, "group": GROUP, "hops": HOPS, "n_graphs": N_GRAPHS,
+        "rows": rows,
     }  # fmt: skip
     out = args.out or RECORD / f"depth-{datetime.date.today()}.json"
     out.write_text(json_lines(data) + "\n", "utf-8")
@@ -379,7 +385,7 @@ def show(record: Path) -> None:
 def pictures(data: dict[str, Any]) -> dict[str, str]:
     """Each picture by its file's name."""
     return {
-        f"depth-{theme.name}.svg": as_svg(partial(draw, data=data, theme=theme), theme, height=3.9)
+        f"depth-{theme.name}.svg": as_svg(partial(draw, data=data, theme=theme), theme, height=3.3)
         for theme in (LIGHT, DARK)
     }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benches import gguf, pages, paper
-from benches.quality import calls, peers, peers_table, real
+from benches.quality import calls, depth, peers, peers_table, real
 from benches.zoo import overview
 from loopq import cli
 from loopq.cli import main, parse, parser
@@ -192,7 +192,8 @@ def test_each_statement_about_safety_names_a_test_that_exists():
 
 def _tables() -> dict[tuple[Path, str], str]:
     """What the generators print, by page and mark. Each reads its newest record."""
-    newest = {name: max(pages.RECORD.glob(f"{name}-20??-??-??.json")) for name in ("peers", "gguf", "calls")}
+    names = ("peers", "gguf", "calls", "depth")
+    newest = {name: max(pages.RECORD.glob(f"{name}-20??-??-??.json")) for name in names}
     record = {name: json.loads(file.read_text("utf-8")) for name, file in newest.items()}
     docs = pages.ROOT / "docs"
     return {
@@ -205,6 +206,7 @@ def _tables() -> dict[tuple[Path, str], str]:
         },
         **{(paper.DOCUMENT, mark): text for mark, text in paper.parts().items()},
         **calls.pages(record["calls"]),
+        **depth.pages(record["depth"]),
         **real.pages(json.loads(real.DATA.read_text("utf-8"))),
     }
 
@@ -216,5 +218,5 @@ def test_blocks_between_marks_are_what_the_generators_print():
     assert marks <= set(tables), "a block that no generator writes"
     old = [f"{page}: {m}" for (page, m), text in tables.items() if pages.within(ROOT / page, m) != text]
     assert not old, (
-        "run python -m benches.paper, benches.quality.real, benches.quality.calls or benches.zoo.overview"
+        "run python -m benches.paper, benches.zoo.overview, or calls, depth or real of benches.quality"
     )

@@ -1,7 +1,6 @@
-"""Write two tables into ``docs/paper.md``: ``python -m benches.paper``.
+"""Write tables into ``docs/paper.md``: ``python -m benches.paper``.
 
-One lists tables and figures, from the registry. The other has verdicts on statements of the paper, from the newest
-record of ``reproduce all``.
+The tables and figures come from the registry, all others from the newest records of ``reproduce``.
 """
 
 from __future__ import annotations
@@ -172,14 +171,29 @@ def _decided(before: Claims, after: Claims) -> list[str]:
     again = [new for old, new in pairs if old != new]
     if not again:
         return []
-    n = collections.Counter(verdict for *_, verdict, _ in again)
+    first, n = counted(before), collections.Counter(verdict for *_, verdict, _ in again)
     turned = sum(old[2] not in (OPEN, new[2]) for old, new in zip(before, after, strict=True))
+    kept = len(pairs) - len(again)
     return [
         "",
-        f"Of {len(pairs)} verdicts that were open on 24 prompts, {len(again)} were measured on 400: {n['holds']} hold, "
-        f"{n['does not hold']} do not, {n['makes no difference']} make no difference, and 400 prompts did not decide "
-        f"{n[OPEN]}. Of the verdicts that were decided they changed {turned}.",
+        f"On 24 prompts or fewer, {first['holds']} of these figures held, {first['does not hold']} did not, "
+        f"{first['makes no difference']} made no difference, and {first[OPEN]} were open. Of all {len(pairs)} open "
+        f"verdicts, {len(again)} were measured on 400: {n['holds']} hold, {n['does not hold']} do not, "
+        f"{n['makes no difference']} make no difference, and 400 prompts did not decide {n[OPEN]}. {kept or 'None'} "
+        f"{'was' if kept == 1 else 'were'} not measured again. Of the verdicts that were decided they changed {turned}.",
     ]
+
+
+def undecided(first: str, more: str = "") -> str:
+    """Return a row for each statement that more prompts leave open, as Markdown."""
+    rows: dict[str, list[str]] = {}
+    for old, new in zip(claims_of(first), claims_of(first, more), strict=True):
+        model, said, verdict, found = new
+        if verdict == OPEN:
+            numbers = re.split(r"; |, agreement", found)[0] + ", not measured again" * (old == new)
+            rows.setdefault(said, []).append(f"{MODELS.get(model, model)}: {numbers}")
+    lines = ["| statement | models |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {said} | {'; '.join(models)} |" for said, models in rows.items())])
 
 
 def scores(record: str) -> str:
@@ -272,6 +286,7 @@ def parts() -> dict[str, str]:
     return {
         "tables": table(),
         "verdicts": verdicts(*texts),
+        "undecided": undecided(*texts),
         "scores": scores((newest / "scores.md").read_text("utf-8")),
         "feedback": feedback(loops),
         "planted": planted(loops),

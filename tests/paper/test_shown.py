@@ -133,8 +133,24 @@ def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
     # A verdict that more prompts confirm keeps its figure, which other tables share.
     assert "0.5 [" in claims[1][3]
     said = paper.verdicts(first, more)
-    assert "Of 2 verdicts that were open on 24 prompts, 1 were measured on 400: 1 hold" in said
+    assert "On 24 prompts or fewer, 2 of these figures held, 0 did not, 0 made no difference, and 2 were open." in said
+    assert "Of all 2 open verdicts, 1 were measured on 400: 1 hold, 0 do not" in said
+    assert "did not decide 0. 1 was not measured again." in said
     assert "that were decided they changed 1." in said
+
+
+def test_what_400_prompts_leave_open_is_listed_with_its_numbers() -> None:
+    first = (
+        "## Table 1\n* a: it helps: is left open (KL ratio 0.9 [0.8, 1.1]; differs: x)\n* b: it helps: is left open "
+        "(KL ratio 0.7 [0.4, 1.2]; differs: x)\n* a: it turns: is left open (KL ratio 0.7 [0.4, 1.2]; differs: x)\n"
+    )
+    more = (
+        "## Table 1\n* a: it helps: is left open (KL ratio 0.98 [0.95, 1.01], agreement 8 and 9 %; differs: x)\n"
+        "* a: it turns: holds (KL ratio 0.8 [0.7, 0.9]; differs: x)\n"
+    )
+    assert paper.undecided(first, more).splitlines()[2:] == [
+        "| it helps | a: KL ratio 0.98 [0.95, 1.01]; b: KL ratio 0.7 [0.4, 1.2], not measured again |"
+    ]
 
 
 def test_scores_of_enough_items_are_one_family() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,12 @@ FULL = "full precision"
 EVEN = "loopq default, even levels"
 OURS_BESIDE = ("loopq fast", "loopq default", PLAIN, "loopq best", TRELLIS)
 SEARCHED = "GPTQ, trajectory, searched scales"
-#: Rows of the page in docs, in this order.
+#: Rows of the page in docs, in this order, and those at other depths. The record has all.
 SHOWN = (
-    "HQQ", "llm-compressor", "llm-compressor, mse", "llm-compressor, imatrix_mse", "GPTQModel", "auto-round", SEARCHED,
-    "loopq fast", EVEN, "loopq default", PLAIN, "loopq best, inputs open", "loopq best", TRELLIS, SMALL,
+    "llm-compressor, mse", "llm-compressor, imatrix_mse", "GPTQModel", SEARCHED,
+    "loopq fast", EVEN, "loopq default", "loopq best", TRELLIS, SMALL,
 )  # fmt: skip
+SHOWN_BESIDE = ("loopq fast", "loopq default")
 #: Largest allowed ratio of a row's KL to the best other tool's, or to another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (
     ("loopq default", None, {(4, 128): 0.75, (4, 32): 0.75, (3, 32): 0.75, (2, 32): 0.75}),
@@ -88,7 +89,7 @@ def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: lis
         for (bits, group), here in by_grid(rows).items():
             parts += [f"## INT{bits} g{group}{name}", "", _ratios(here, ours), ""]
     title = "## Other depths and other text, ratio to the best other tool there"
-    parts += [title, "", _beside(plain, ours), "", "## Bars", "", _bars(plain, ours), ""]
+    parts += [title, "", _beside(plain, ours, OURS_BESIDE), "", "## Bars", "", _bars(plain, ours), ""]
     parts += ["## Intervals over prompts, draw by draw", "", _intervals(done), ""]
     refused = dict.fromkeys(
         f"* {r['variant']}, {r['model']}, INT{r['bits']} g{r['group']}: {r['refused']}"
@@ -105,7 +106,7 @@ def page(records: Rows, ours: list[str]) -> str:
     parts = [_summary(plain, ours)]
     if planted:
         parts += ["Planted:", _summary(planted, ours)]
-    return "\n\n".join([*parts, _beside(plain, ours)])
+    return "\n\n".join([*parts, _beside(plain, ours, SHOWN_BESIDE)])
 
 
 def split(rows: Rows) -> tuple[Rows, Rows]:
@@ -209,12 +210,13 @@ def _summary(rows: Rows, ours: list[str]) -> str:
         heads.append((name, f"{name}, {n_models} models" if n_models > 1 else name, ""))
         costs = {c: means(here, c) for c in ("seconds", "memory_mib")}
         for v in SHOWN:
-            line = lines.setdefault(v, {"variant": f"{v} (more bits)" if v in NOT_EQUAL else v})
+            line = lines.setdefault(v, {"variant": v})
             if ratio := Ratio.of(kl, v, best):
                 part = f" of {len(ratio.by_model)}" if len(ratio.by_model) < n_models else ""
                 line[name] = f"{ratio.mean:.2f}{part} ({ratio.worst})"
                 line |= _costs(costs, v) if (bits, group) == last else {}
     done = [line for line in lines.values() if len(line) > 1]
+    heads = [head for head in heads if any(head[0] in line for line in done)]
     cost = [(c, f"{head}, INT{last[0]}" if last else head, form) for c, head, form in COSTS]
     return table(done, [("variant", "KL over the best other tool (worst)", ""), *heads, *cost])
 
@@ -236,10 +238,10 @@ def _bars(rows: Rows, ours: list[str]) -> str:
     return table(lines, [("what", "bar", ""), *((str(g), f"INT{g[0]} g{g[1]}", "") for g in BARS[0][2])])
 
 
-def _beside(rows: Rows, ours: list[str]) -> str:
+def _beside(rows: Rows, ours: list[str], shown: Sequence[str]) -> str:
     lines = []
     for (bits, group), here in by_grid(rows).items():
-        for variant in OURS_BESIDE:
+        for variant in shown:
             line: dict[str, Any] = {"grid": f"INT{bits} g{group}", "variant": variant}
             for value in BESIDE:
                 kl = by_draw(here, value)

@@ -32,8 +32,9 @@ beam=64` on the command line. Settings that are changed often have an option of 
 `--group-size 32` is `group_size`. A setting of a layer is also a name in `--layer
 'PATTERN=>beam=64'` and in `Override`. loopq refuses a setting that nothing reads.
 
-The tables have options in short, because `loopq COMMAND --help-all` has their full text. Rows
-without `--` go with `--set`, which may be repeated and also takes the settings with an option.
+The tables have options in short, because `loopq COMMAND --help-all` has their full text. "How" links
+to a page that explains a setting. Rows without `--` go with `--set`, which may be repeated and also
+takes the settings with an option.
 
 * A switch takes `true` or `false`: `--set refit=false`.
 * A list is joined by commas: `--set fit_bits=3,4`.
@@ -43,6 +44,13 @@ without `--` go with `--set`, which may be repeated and also takes the settings 
 
 `python docs/settings.py` writes this page from the declarations of the settings.
 """
+#: Settings that another page explains.
+EXPLAINED = {
+    **dict.fromkeys(("order", "signed_scales", "beam", "rounds"), "methods.md#gptq-cd"),
+    "rotation": "methods.md#rotations", "damping_kind": "methods.md#damping", "state_bits": "methods.md#trellis",
+    "step_weights": "methods.md#steps", "scale_bits": "formats/scales.md",
+    **dict.fromkeys(("alpha", "sweeps", "field", "template", "random_tokens"), "calibration.md"),
+}  # fmt: skip
 
 
 def page() -> str:
@@ -90,14 +98,15 @@ def _option(leaf: Leaf, own: Sequence[str] | None) -> str:
 
 
 def _text(entries: Sequence[Leaf], own: Sequence[str] | None) -> str:
-    """The text of a setting. Of an option, which the help explains: its first sentence, its names and its default."""
-    text = text_of(entries)
-    if option_of(entries[0], own).startswith("--set "):
+    """The text of a setting. If the help or another page explains it: its first sentence, names and default."""
+    text, link = text_of(entries), EXPLAINED.get(entries[0].name, "")
+    if not link and option_of(entries[0], own).startswith("--set "):
         return text
     default = re.search(r" \(default [^()]*\)$", text)
     first, *others = re.split(r"(?<=\.) ", text[: default.start()] if default else text)
     kept = [first, *(sentence for sentence in others if sentence.startswith("Names: "))]
-    return " ".join(kept).removesuffix(".") + (default[0] if default else "")
+    how = f"; [how]({link})" if link else ""
+    return " ".join(kept).removesuffix(".") + how + (default[0] if default else "")
 
 
 def _cell(text: str) -> str:

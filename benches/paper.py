@@ -1,19 +1,18 @@
-"""Write two tables into ``docs/paper.md``: ``python -m benches.paper``.
+"""Write tables into ``docs/paper.md``: ``python -m benches.paper``.
 
-One lists tables and figures, from the registry. The other has verdicts on statements of the paper, from the newest
-record of ``reproduce all``.
+They have verdicts on statements of the paper and scores, from the newest record of ``reproduce all``, and the share
+of feedback.
 """
 
 from __future__ import annotations
 
 import collections
-import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from benches.pages import RECORD, into
-from loopq.paper.shown import MIN_ANSWERS, TABLES, order
+from loopq.paper.shown import MIN_ANSWERS
 from loopq.paper.stats import holm
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
@@ -89,20 +88,6 @@ ITEMS = re.compile(r"^\| (\w+) \| full precision \| \d+ of (\d+)", re.MULTILINE)
 GRID = re.compile(r"(?<!per row, )INT\d")
 #: Model, statement, verdict and numbers.
 Claims = Sequence[tuple[str, str, str, str]]
-
-
-def table() -> str:
-    """Return one row for each figure and table, in the paper's order, as Markdown."""
-    rows = ["| in the paper | what it holds | command | in the package |", "|---|---|---|---|"]
-    entries = [(label, name, entry) for name, entry in TABLES for label in entry.labels]
-    for label, name, entry in sorted(entries, key=lambda row: order(row[0])):
-        file = Path(inspect.getfile(entry.measure or entry.show)).stem
-        model = " MODEL ..." if entry.measure else ""
-        also = "" if label == "Appendix J" else f" or `{label.lower().replace(' ', '-')}`"
-        rows.append(
-            f"| {label} | {entry.title} | `loopq reproduce {name}{model}`{also} | `paper/tables/{file}.py` |"
-        )
-    return "\n".join(rows)
 
 
 def claims_of(first: str, more: str = "") -> Claims:
@@ -270,7 +255,6 @@ def parts() -> dict[str, str]:
     texts = [file.read_text("utf-8") for file in records if file.is_file()]
     loops = max(RECORD.glob("feedback-*.md")).read_text("utf-8")
     return {
-        "tables": table(),
         "verdicts": verdicts(*texts),
         "scores": scores((newest / "scores.md").read_text("utf-8")),
         "feedback": feedback(loops),

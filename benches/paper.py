@@ -227,27 +227,6 @@ def feedback(record: str) -> str:
     return "\n".join(lines)
 
 
-def planted(record: str) -> str:
-    """Return a planted column by its strength, and the control with the same in all other layers, as Markdown."""
-    rows = {tuple(r[:3]): r[3:6] for r in _cells(record) if len(r) > 5 and re.fullmatch(r"x \d+", r[1])}
-    gaps = {(model, said): numbers for model, said, _, numbers in claims_of(record)}
-    lines = [
-        "| column in every layer | exposed layers: with the reset, without | feedback | all other layers, without | "
-        "damage of the exposed beyond the others, points |",
-        "|---|---|---|---|---|",
-    ]
-    for (model, factor, place), (reset, natural, share) in rows.items():
-        if place == "exposed layers":
-            said = (
-                f"planted {factor} everywhere: exposed layers change more predictions than all other layers"
-            )
-            gap = gaps[model, said].partition(";")[0].replace(" points of agreement", "")
-            others = rows[model, factor, "all other layers"][1]
-            both = f"{reset.removesuffix(' %')}, {natural}"
-            lines.append(f"| `{model}`, {factor} | {both} | {share} | {others} | {gap} |")
-    return "\n".join(lines)
-
-
 def parts() -> dict[str, str]:
     """Return what stands between the marks, by their names."""
     newest = max(RECORD.glob("reproduce-*"))
@@ -258,7 +237,6 @@ def parts() -> dict[str, str]:
         "verdicts": verdicts(*texts),
         "scores": scores((newest / "scores.md").read_text("utf-8")),
         "feedback": feedback(loops),
-        "planted": planted(loops),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,11 @@ FULL = "full precision"
 EVEN = "loopq default, even levels"
 OURS_BESIDE = ("loopq fast", "loopq default", PLAIN, "loopq best", TRELLIS)
 SEARCHED = "GPTQ, trajectory, searched scales"
-#: Rows of the page in docs, in this order, and those at other depths. The record has all.
+#: Rows of the page in docs, in this order. The record has all.
 SHOWN = (
     "llm-compressor, mse", "llm-compressor, imatrix_mse", "GPTQModel", SEARCHED,
     "loopq fast", EVEN, "loopq default", "loopq best", TRELLIS, SMALL,
 )  # fmt: skip
-SHOWN_BESIDE = ("loopq fast", "loopq default")
 #: Largest allowed ratio of a row's KL to the best other tool's, or to another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (
     ("loopq default", None, {(4, 128): 0.75, (4, 32): 0.75, (3, 32): 0.75, (2, 32): 0.75}),
@@ -89,7 +88,7 @@ def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: lis
         for (bits, group), here in by_grid(rows).items():
             parts += [f"## INT{bits} g{group}{name}", "", _ratios(here, ours), ""]
     title = "## Other depths and other text, ratio to the best other tool there"
-    parts += [title, "", _beside(plain, ours, OURS_BESIDE), "", "## Bars", "", _bars(plain, ours), ""]
+    parts += [title, "", _beside(plain, ours), "", "## Bars", "", _bars(plain, ours), ""]
     parts += ["## Intervals over prompts, draw by draw", "", _intervals(done), ""]
     refused = dict.fromkeys(
         f"* {r['variant']}, {r['model']}, INT{r['bits']} g{r['group']}: {r['refused']}"
@@ -100,13 +99,12 @@ def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: lis
 
 
 def page(records: Rows, ours: list[str]) -> str:
-    """The part of the record for the page in docs: ratios to the best other tool with their cost, and
-    depths."""
+    """The part of the record for the page in docs: ratios to the best other tool with their cost."""
     plain, planted = split([r for r in records if "refused" not in r])
     parts = [_summary(plain, ours)]
     if planted:
         parts += ["Planted:", _summary(planted, ours)]
-    return "\n\n".join([*parts, _beside(plain, ours, SHOWN_BESIDE)])
+    return "\n\n".join(parts)
 
 
 def split(rows: Rows) -> tuple[Rows, Rows]:
@@ -238,10 +236,10 @@ def _bars(rows: Rows, ours: list[str]) -> str:
     return table(lines, [("what", "bar", ""), *((str(g), f"INT{g[0]} g{g[1]}", "") for g in BARS[0][2])])
 
 
-def _beside(rows: Rows, ours: list[str], shown: Sequence[str]) -> str:
+def _beside(rows: Rows, ours: list[str]) -> str:
     lines = []
     for (bits, group), here in by_grid(rows).items():
-        for variant in shown:
+        for variant in OURS_BESIDE:
             line: dict[str, Any] = {"grid": f"INT{bits} g{group}", "variant": variant}
             for value in BESIDE:
                 kl = by_draw(here, value)

@@ -7,6 +7,7 @@ import re
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 from loopq.analysis.diagnosis.config import DiagnoseConfig
@@ -58,7 +59,9 @@ def page() -> str:
     parts = [HEAD, *_presets(), *_section("Of a layer", LayerConfig, OWN)]
     parts += _section("Of a run", QuantConfig, OWN, without=leaves(LayerConfig))
     parts += _section("Of the prompts", CalibrationTake, OWN) + _section("Of the work", Execution)
-    parts += _section("Of a diagnosis", DiagnoseConfig) + _section("Of generated text", Generation)
+    parts += _names("Of a diagnosis", "diagnose", DiagnoseConfig) + _names(
+        "Of generated text", "run", Generation
+    )
     return "\n".join(parts)
 
 
@@ -88,6 +91,12 @@ def _section(
             f"| `{_cell(_option(entries[0], own))}` | {_cell(_text(entries, own))} |" for entries in found
         ]
     return [*lines, ""]
+
+
+def _names(title: str, command: str, kind: type[Settings]) -> list[str]:
+    """The options of a command, which its help explains."""
+    names = [f"`{_option(entries[0], None)}`" for entries in leaves(kind).values()]
+    return [f"## {title}\n", fill(f"`loopq {command} --help-all` explains {', '.join(names)}.", 100), ""]
 
 
 def _option(leaf: Leaf, own: Sequence[str] | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -323,8 +322,8 @@ def near(rows: Rows, bits: float) -> str:
     return f"{size:g} bits: {found[EVEN]}, uneven {found[UNTURNED]}"
 
 
-def gguf(rows: dict[str, dict[str, Any]], others: Rows, shown: Sequence[str] = ()) -> str:
-    """Types of llama.cpp, by the bits of their matrices. `shown`: keys of the columns, by default all."""
+def gguf(rows: dict[str, dict[str, Any]], others: Rows) -> str:
+    """Types of llama.cpp, by the bits of their matrices."""
     lines = []
     tool, ours = "tool, importance", "loopq"
     for kind, r in sorted(rows.items(), key=lambda item: item[1]["bits"]):
@@ -345,7 +344,7 @@ def gguf(rows: dict[str, dict[str, Any]], others: Rows, shown: Sequence[str] = (
         ("ours", "loopq", ""), ("our agreement", "agreement", ""), ("over", "ratio", ".2f"), ("our s", "CPU s", ".0f"),
         ("near", "loopq, INT3 or INT4 g64", ""),
     ]  # fmt: skip
-    return table(lines, [c for c in columns if c[0] in shown or not shown])
+    return table(lines, columns)
 
 
 def exl3_bits(model: str, bits: int, block: int = 1) -> float:
@@ -485,7 +484,6 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (PAGE, "loop"): loop(alone),
         (PAGE, "gguf"): gguf(data["gguf"], first),
         (COMPARISON, "claim"): claim(data),
-        (COMPARISON, "gguf"): gguf(data["gguf"], first, ("kind", "bits", "mb", "tool", "ours", "near")),
         (COMPARISON, "cost"): cost(first),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),

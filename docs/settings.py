@@ -7,7 +7,6 @@ import re
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any, Literal
 
 from loopq.analysis.diagnosis.config import DiagnoseConfig
@@ -41,10 +40,14 @@ takes the settings with an option.
 * A list is joined by commas: `--set fit_bits=3,4`.
 * `none` removes an optional value: `--set scale_bits=none`.
 * Later sources are stronger: `--like`, then `--preset`, then `--set` and own options, then
-  `--layer`. loopq refuses `--set bits=3 --bits 4`, because the two contradict each other.
+  `--layer`. loopq refuses options that contradict each other, as in `--set bits=3 --bits 4`.
 
 `python docs/settings.py` writes this page from the declarations of the settings.
 """
+OTHERS = """## Of a diagnosis and of generated text
+
+| command | options |
+| --- | --- |"""
 #: Settings that another page explains.
 EXPLAINED = {
     **dict.fromkeys(("order", "signed_scales", "beam", "rounds"), "methods.md#gptq-cd"),
@@ -59,10 +62,11 @@ def page() -> str:
     parts = [HEAD, *_presets(), *_section("Of a layer", LayerConfig, OWN)]
     parts += _section("Of a run", QuantConfig, OWN, without=leaves(LayerConfig))
     parts += _section("Of the prompts", CalibrationTake, OWN) + _section("Of the work", Execution)
-    parts += _names("Of a diagnosis", "diagnose", DiagnoseConfig) + _names(
-        "Of generated text", "run", Generation
-    )
-    return "\n".join(parts)
+    parts += [
+        OTHERS,
+        *(_names(command, kind) for command, kind in (("diagnose", DiagnoseConfig), ("run", Generation))),
+    ]
+    return "\n".join(parts) + "\n"
 
 
 def _presets() -> Iterator[str]:
@@ -93,10 +97,10 @@ def _section(
     return [*lines, ""]
 
 
-def _names(title: str, command: str, kind: type[Settings]) -> list[str]:
+def _names(command: str, kind: type[Settings]) -> str:
     """The options of a command, which its help explains."""
-    names = [f"`{_option(entries[0], None)}`" for entries in leaves(kind).values()]
-    return [f"## {title}\n", fill(f"`loopq {command} --help-all` explains {', '.join(names)}.", 100), ""]
+    names = (f"`{_cell(_option(entries[0], None))}`" for entries in leaves(kind).values())
+    return f"| `{command}` | {', '.join(names)} |"
 
 
 def _option(leaf: Leaf, own: Sequence[str] | None) -> str:

@@ -39,8 +39,8 @@ takes the settings with an option.
 * A switch takes `true` or `false`: `--set refit=false`.
 * A list is joined by commas: `--set fit_bits=3,4`.
 * `none` removes an optional value: `--set scale_bits=none`.
-* Later sources are stronger: `--like`, then `--preset`, then `--set` and own options, then
-  `--layer`. loopq refuses options that contradict each other, as in `--set bits=3 --bits 4`.
+* `--layer` is stronger than `--set` and own options, these than `--preset`, and that than `--like`.
+  loopq refuses options that contradict each other, as in `--set bits=3 --bits 4`.
 
 `python docs/settings.py` writes this page from the declarations of the settings.
 """

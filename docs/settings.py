@@ -32,9 +32,8 @@ beam=64` on the command line. Settings that are changed often have an option of 
 `--group-size 32` is `group_size`. A setting of a layer is also a name in `--layer
 'PATTERN=>beam=64'` and in `Override`. loopq refuses a setting that nothing reads.
 
-The tables have options in short, because `loopq COMMAND --help-all` has their full text. "How" links
-to a page that explains a setting. Rows without `--` go with `--set`, which may be repeated and also
-takes the settings with an option.
+The tables have options in short, because `loopq COMMAND --help-all` has their full text. Rows
+without `--` go with `--set`, which may be repeated and also takes the settings with an option.
 
 * A switch takes `true` or `false`: `--set refit=false`.
 * A list is joined by commas: `--set fit_bits=3,4`.

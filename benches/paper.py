@@ -1,18 +1,18 @@
 """Write tables into ``docs/paper.md``: ``python -m benches.paper``.
 
-The tables and figures come from the registry, all others from the newest records of ``reproduce``.
+They have verdicts on statements of the paper and scores, from the newest record of ``reproduce all``, and the share
+of feedback.
 """
 
 from __future__ import annotations
 
 import collections
-import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from benches.pages import RECORD, into
-from loopq.paper.shown import MIN_ANSWERS, TABLES, order
+from loopq.paper.shown import MIN_ANSWERS
 from loopq.paper.stats import holm
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
@@ -88,20 +88,6 @@ ITEMS = re.compile(r"^\| (\w+) \| full precision \| \d+ of (\d+)", re.MULTILINE)
 GRID = re.compile(r"(?<!per row, )INT\d")
 #: Model, statement, verdict and numbers.
 Claims = Sequence[tuple[str, str, str, str]]
-
-
-def table() -> str:
-    """Return one row for each figure and table, in the paper's order, as Markdown."""
-    rows = ["| in the paper | what it holds | command | in the package |", "|---|---|---|---|"]
-    entries = [(label, name, entry) for name, entry in TABLES for label in entry.labels]
-    for label, name, entry in sorted(entries, key=lambda row: order(row[0])):
-        file = Path(inspect.getfile(entry.measure or entry.show)).stem
-        model = " MODEL ..." if entry.measure else ""
-        also = "" if label == "Appendix J" else f" or `{label.lower().replace(' ', '-')}`"
-        rows.append(
-            f"| {label} | {entry.title} | `loopq reproduce {name}{model}`{also} | `paper/tables/{file}.py` |"
-        )
-    return "\n".join(rows)
 
 
 def claims_of(first: str, more: str = "") -> Claims:
@@ -256,27 +242,6 @@ def feedback(record: str) -> str:
     return "\n".join(lines)
 
 
-def planted(record: str) -> str:
-    """Return a planted column by its strength, and the control with the same in all other layers, as Markdown."""
-    rows = {tuple(r[:3]): r[3:6] for r in _cells(record) if len(r) > 5 and re.fullmatch(r"x \d+", r[1])}
-    gaps = {(model, said): numbers for model, said, _, numbers in claims_of(record)}
-    lines = [
-        "| column in every layer | exposed layers: with the reset, without | feedback | all other layers, without | "
-        "damage of the exposed beyond the others, points |",
-        "|---|---|---|---|---|",
-    ]
-    for (model, factor, place), (reset, natural, share) in rows.items():
-        if place == "exposed layers":
-            said = (
-                f"planted {factor} everywhere: exposed layers change more predictions than all other layers"
-            )
-            gap = gaps[model, said].partition(";")[0].replace(" points of agreement", "")
-            others = rows[model, factor, "all other layers"][1]
-            both = f"{reset.removesuffix(' %')}, {natural}"
-            lines.append(f"| `{model}`, {factor} | {both} | {share} | {others} | {gap} |")
-    return "\n".join(lines)
-
-
 def parts() -> dict[str, str]:
     """Return what stands between the marks, by their names."""
     newest = max(RECORD.glob("reproduce-*"))
@@ -284,12 +249,10 @@ def parts() -> dict[str, str]:
     texts = [file.read_text("utf-8") for file in records if file.is_file()]
     loops = max(RECORD.glob("feedback-*.md")).read_text("utf-8")
     return {
-        "tables": table(),
         "verdicts": verdicts(*texts),
         "undecided": undecided(*texts),
         "scores": scores((newest / "scores.md").read_text("utf-8")),
         "feedback": feedback(loops),
-        "planted": planted(loops),
     }
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from loopq.analysis.diagnosis.config import DiagnoseConfig
-from loopq.annotations import choices_of, hints, is_union, words
+from loopq.annotations import hints, is_union
 from loopq.calibrate.prompts import CalibrationTake, Take
 from loopq.commands.options import OWN, group_title, option_of
-from loopq.commands.settable import metavar_of, shown, text_of
+from loopq.commands.settable import metavar_of, text_of
 from loopq.formats import FORMATS
 from loopq.models.from_python import Opening
 from loopq.quantizers.config import LayerConfig
@@ -26,61 +27,45 @@ FILE = Path(__file__).with_name("settings.md")
 KEYWORDS = Path(__file__).parents[1] / "python" / "loopq" / "run" / "keywords.py"
 HEAD = """# Settings
 
-Every setting has one name. It is a keyword in Python (`loopq.quantize(model, beam=64)`), and `--set beam=64` on the
-command line. Settings that are changed often have an option of their own, too (`--bits 3`). A setting of a layer is
-also a name in `--layer 'PATTERN=>beam=64'` and in `Override`. loopq refuses a setting that nothing reads.
-`python docs/settings.py` writes this page from the declarations of the settings.
-"""
-SET = """## What `--set` takes
+Every setting has one name. It is a keyword in Python (`loopq.quantize(model, beam=64)`), and `--set
+beam=64` on the command line. Settings that are changed often have an option of their own, too:
+`--group-size 32` is `group_size`. A setting of a layer is also a name in `--layer
+'PATTERN=>beam=64'` and in `Override`. loopq refuses a setting that nothing reads.
 
-`--set NAME=VALUE` gives one setting, and may be repeated. It takes every setting of the command, also those with an
-option of their own. For a layer's setting it is the same as `--layer '*=>NAME=VALUE'`.
+The tables have options in short, because `loopq COMMAND --help-all` has their full text. Rows
+without `--` go with `--set`, which may be repeated and also takes the settings with an option.
 
 * A switch takes `true` or `false`: `--set refit=false`.
 * A list is joined by commas: `--set fit_bits=3,4`.
 * `none` removes an optional value: `--set scale_bits=none`.
-* Later sources are stronger: `--like`, then `--preset`, then `--set` and own options, then `--layer`. `--set bits=3
-  --bits 4` is refused, since the two contradict each other.
+* `--layer` is stronger than `--set` and own options, these than `--preset`, and that than `--like`.
+  loopq refuses options that contradict each other, as in `--set bits=3 --bits 4`.
 
-These settings have no other option:
+`python docs/settings.py` writes this page from the declarations of the settings.
 """
+OTHERS = """## Of a diagnosis and of generated text
+
+| command | options |
+| --- | --- |"""
+#: Settings that another page explains.
+EXPLAINED = {
+    **dict.fromkeys(("order", "signed_scales", "beam", "rounds"), "methods.md#gptq-cd"),
+    "rotation": "methods.md#rotations", "damping_kind": "methods.md#damping", "state_bits": "methods.md#trellis",
+    "step_weights": "methods.md#steps", "scale_bits": "formats/scales.md",
+    **dict.fromkeys(("alpha", "sweeps", "field", "template", "random_tokens"), "calibration.md"),
+}  # fmt: skip
 
 
 def page() -> str:
     """Return the page."""
-    parts = [HEAD, *_folded(), *_presets(), *_section("Of a layer", LayerConfig, OWN)]
+    parts = [HEAD, *_presets(), *_section("Of a layer", LayerConfig, OWN)]
     parts += _section("Of a run", QuantConfig, OWN, without=leaves(LayerConfig))
     parts += _section("Of the prompts", CalibrationTake, OWN) + _section("Of the work", Execution)
-    parts += _section("Of a diagnosis", DiagnoseConfig) + _section("Of generated text", Generation)
-    return "\n".join(parts)
-
-
-def _folded() -> Iterator[str]:
-    """The settings that only `--set` gives, with values and defaults."""
-    yield SET
-    yield "| name | values | default | read by |\n| --- | --- | --- | --- |"
-    for name, entries in {**leaves(QuantConfig), **leaves(CalibrationTake)}.items():
-        if name not in OWN:
-            defaults = dict.fromkeys(shown(entry.default) for entry in entries)
-            readers = (
-                "`fit`"
-                if entries[0].path[0] == "fit"
-                else ", ".join(dict.fromkeys(f"`{e.choice}={e.chosen}`" for e in entries if e.choice))
-            )
-            yield f"| `{name}` | {_cell(_values(entries[0]))} | {' or '.join(defaults)} | {readers or 'all'} |"
-    yield ""
-
-
-def _values(leaf: Leaf) -> str:
-    """The allowed values of a setting, in words."""
-    allowed = ("true", "false") if leaf.annotation is bool else choices_of(leaf.annotation)
-    if allowed:
-        return ", ".join(f"`{shown(value)}`" for value in allowed)
-    low, high = leaf.metadata.get("at_least"), leaf.metadata.get("at_most")
-    text = words(leaf.annotation).replace(" or None", " or `none`")
-    if low is None:
-        return text
-    return f"{text}, at least {low:g}" if high is None else f"{text}, {low:g} to {high:g}"
+    parts += [
+        OTHERS,
+        *(_names(command, kind) for command, kind in (("diagnose", DiagnoseConfig), ("run", Generation))),
+    ]
+    return "\n".join(parts) + "\n"
 
 
 def _presets() -> Iterator[str]:
@@ -101,22 +86,39 @@ def _section(
     for name, entries in leaves(kind).items():
         if name not in (without or {}):
             groups.setdefault(group_title(entries), []).append(entries)
-    lines = [f"## {title}\n"]
+    lines = [f"## {title}\n", "| setting | what |", "| --- | --- |"]
     for group, found in groups.items():
-        lines += [f"### {group[:1].upper()}{group[1:]}\n", "| name | option | what |", "| --- | --- | --- |"]
+        if len(groups) > 1:
+            lines.append(f"| **{group[:1].upper()}{group[1:]}** | |")
         lines += [
-            f"| `{entries[0].name}` | `{_cell(_option(entries[0], own))}` | {_cell(text_of(entries))} |"
-            for entries in found
+            f"| `{_cell(_option(entries[0], own))}` | {_cell(_text(entries, own))} |" for entries in found
         ]
-        lines.append("")
-    return lines
+    return [*lines, ""]
+
+
+def _names(command: str, kind: type[Settings]) -> str:
+    """The options of a command, which its help explains."""
+    names = (f"`{_cell(_option(entries[0], None))}`" for entries in leaves(kind).values())
+    return f"| `{command}` | {', '.join(names)} |"
 
 
 def _option(leaf: Leaf, own: Sequence[str] | None) -> str:
     option = option_of(leaf, own)
     if option.startswith("--set "):
-        return f"{option}={metavar_of(leaf)}"
+        return f"{leaf.name}={metavar_of(leaf)}"
     return option if leaf.annotation is bool else f"{option} {metavar_of(leaf)}"
+
+
+def _text(entries: Sequence[Leaf], own: Sequence[str] | None) -> str:
+    """The text of a setting. If the help or another page explains it: its first sentence, names and default."""
+    text, link = text_of(entries), EXPLAINED.get(entries[0].name, "")
+    if not link and option_of(entries[0], own).startswith("--set "):
+        return text
+    default = re.search(r" \(default [^()]*\)$", text)
+    first, *others = re.split(r"(?<=\.) ", text[: default.start()] if default else text)
+    kept = [first, *(sentence for sentence in others if sentence.startswith("Names: "))]
+    how = f"; [how]({link})" if link else ""
+    return " ".join(kept).removesuffix(".") + how + (default[0] if default else "")
 
 
 def _cell(text: str) -> str:

@@ -43,10 +43,10 @@ FULL = "full precision"
 EVEN = "loopq default, even levels"
 OURS_BESIDE = ("loopq fast", "loopq default", PLAIN, "loopq best", TRELLIS)
 SEARCHED = "GPTQ, trajectory, searched scales"
-#: Rows of the page in docs, in this order.
+#: Rows of the page in docs, in this order. The record has all.
 SHOWN = (
-    "HQQ", "llm-compressor", "llm-compressor, mse", "llm-compressor, imatrix_mse", "GPTQModel", "auto-round", SEARCHED,
-    "loopq fast", EVEN, "loopq default", PLAIN, "loopq best, inputs open", "loopq best", TRELLIS, SMALL,
+    "llm-compressor, mse", "llm-compressor, imatrix_mse", "GPTQModel", SEARCHED,
+    "loopq fast", EVEN, "loopq default", "loopq best", TRELLIS, SMALL,
 )  # fmt: skip
 #: Largest allowed ratio of a row's KL to the best other tool's, or to another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (
@@ -99,13 +99,12 @@ def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: lis
 
 
 def page(records: Rows, ours: list[str]) -> str:
-    """The part of the record for the page in docs: ratios to the best other tool with their cost, and
-    depths."""
+    """The part of the record for the page in docs: ratios to the best other tool with their cost."""
     plain, planted = split([r for r in records if "refused" not in r])
     parts = [_summary(plain, ours)]
     if planted:
         parts += ["Planted:", _summary(planted, ours)]
-    return "\n\n".join([*parts, _beside(plain, ours)])
+    return "\n\n".join(parts)
 
 
 def split(rows: Rows) -> tuple[Rows, Rows]:
@@ -209,12 +208,13 @@ def _summary(rows: Rows, ours: list[str]) -> str:
         heads.append((name, f"{name}, {n_models} models" if n_models > 1 else name, ""))
         costs = {c: means(here, c) for c in ("seconds", "memory_mib")}
         for v in SHOWN:
-            line = lines.setdefault(v, {"variant": f"{v} (more bits)" if v in NOT_EQUAL else v})
+            line = lines.setdefault(v, {"variant": v})
             if ratio := Ratio.of(kl, v, best):
                 part = f" of {len(ratio.by_model)}" if len(ratio.by_model) < n_models else ""
                 line[name] = f"{ratio.mean:.2f}{part} ({ratio.worst})"
                 line |= _costs(costs, v) if (bits, group) == last else {}
     done = [line for line in lines.values() if len(line) > 1]
+    heads = [head for head in heads if any(head[0] in line for line in done)]
     cost = [(c, f"{head}, INT{last[0]}" if last else head, form) for c, head, form in COSTS]
     return table(done, [("variant", "KL over the best other tool (worst)", ""), *heads, *cost])
 

@@ -248,13 +248,14 @@ def told_apart(data: dict[str, Any]) -> str:
                 pairs.append((grid, *(names if gained > lost else names[::-1])))
                 p.append(mcnemar_exact(gained, lost))
     found = [
-        f"* {grid}: {more} has more right than {less} (p {value:.2g})."
+        {"grid": grid, "more": more, "less": less, "p": value}
         for (grid, more, less), value in zip(pairs, holm(p), strict=True)
         if value < 0.05
     ]
-    head = f"Of {len(p)} pairs of a row of loopq and another tool's, {len(found) or 'none'} differ"
-    rule = "by the exact McNemar test, p after Holm's correction over all pairs below 0.05"
-    return "\n".join([f"{head} ({rule}){':' if found else '.'}", *([""] if found else []), *found])
+    head = f"Of {len(p)} pairs of loopq and another tool, {len(found) or 'none'} differ"
+    rule = "by the exact McNemar test, with p after Holm's correction"
+    columns = [("grid", "task", ""), ("more", "more right", ""), ("less", "than", ""), ("p", "p", ".2g")]
+    return f"{head} {rule}:\n\n{table(found, columns)}" if found else f"{head} {rule}."
 
 
 def cost(rows: Rows) -> str:
@@ -359,35 +360,29 @@ def exl3_at(rows: Rows, bits: float) -> float:
 
 
 def claim(data: dict[str, Any]) -> str:
-    """Sentences of the comparison: ratios of KL, each with the CPU seconds of the same two settings, and EXL3's."""
+    """Ratios of the comparison: KL at four and three bits, and the CPU seconds of the same two settings."""
     rows = {(r["variant"], r["bits"]): r for r in of(data, SMOLLM2) if r["draw"] == 0}
     exl3_rows = [r for r in data.get("exl3", []) if r["model"] == SMOLLM2]
 
-    def over(ours: str, other: str) -> str:
-        both = [(rows[ours, bits], rows[other, bits]) for bits in (4, 3)]
-        ratio = " and ".join(f"{a['kl'] / b['kl']:.2f}" for a, b in both)
+    def over(ours: str, other: str) -> dict[str, str]:
+        both = [(rows[ours, bits], rows[other, bits]) for bits in COLUMNS]
+        ratio = {"kl": " and ".join(f"{a['kl'] / b['kl']:.2f}" for a, b in both)}
         if None in [seconds_of(r) for pair in both for r in pair]:
-            return f"{ratio} of the KL of {NAMES[other]}"
+            return ratio
         seconds = sum(a["seconds"] for a, _ in both) / sum(b["seconds"] for _, b in both)
-        return f"{ratio} of the KL of {NAMES[other]}, in {seconds:.2g} times its CPU seconds"
+        return ratio | {"s": f"{seconds:.2g}"}
 
-    def beside_exl3(ours: str) -> str:
-        here = [rows[ours, bits] for bits in (4, 3)]
-        return " and ".join(f"{r['kl'] / exl3_at(exl3_rows, stored_bits(r)):.2f}" for r in here)
+    def beside_exl3(ours: str) -> dict[str, str]:
+        here = [rows[ours, bits] for bits in COLUMNS]
+        return {"kl": " and ".join(f"{r['kl'] / exl3_at(exl3_rows, stored_bits(r)):.2f}" for r in here)}
 
-    default, small, best = "loopq default", SMALL, "auto-round, best"
-    tools = (best, "auto-round", "llm-compressor, imatrix_mse")
-    lines = [
-        f"* **Even levels**, which most engines read, have "
-        f"{over(EVEN, tools[0])}; {over(EVEN, tools[1])}; and {over(EVEN, tools[2])}.",
-        f"* **The default** has uneven levels and rotations, for loopq's own format: {over(default, best)}, and "
-        f"{over(default, tools[2])}.",
-        f"* **EXL3** codes many weights together. Read at equal bits, the default has {beside_exl3(default)} of its KL "
-        f"and `--preset small` {beside_exl3(small)}.",
-    ]
-    if rows[small, 3]["kl"] < rows[best, 4]["kl"]:
-        lines.append(f"* Three bits of `--preset small` lose less than four bits of {NAMES[best]}.")
-    return "\n".join(lines)
+    default, tool, best = "loopq default", "llm-compressor, imatrix_mse", "auto-round, best"
+    pairs = [(EVEN, tool), (EVEN, "auto-round"), (EVEN, best), (default, tool), (default, best)]
+    lines = [{"ours": NAMES[ours], "other": NAMES[other]} | over(ours, other) for ours, other in pairs]
+    equal = "EXL3, at equal bits"
+    lines += [{"ours": NAMES[ours], "other": equal} | beside_exl3(ours) for ours in (default, SMALL)]
+    columns = [("ours", "loopq", ""), ("other", "over", ""), ("kl", "KL at 4 and at 3 bits", "")]
+    return table(lines, [*columns, ("s", "CPU seconds", "")])
 
 
 def opening(data: dict[str, Any]) -> str:
@@ -489,7 +484,6 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
         (PAGE, "loop"): loop(alone),
         (PAGE, "gguf"): gguf(data["gguf"], first),
         (COMPARISON, "claim"): claim(data),
-        (COMPARISON, "gguf"): gguf(data["gguf"], first),
         (COMPARISON, "cost"): cost(first),
         (PAGE, "answers"): scores(data),
         (PAGE, "plbert"): peers(of(data, PLBERT), size=False),

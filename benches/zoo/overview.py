@@ -17,19 +17,17 @@ MARK = "trained models"
 def table() -> str:
     """Return the table as Markdown, one row per trained model."""
     rows = [
-        "| name | parameters | N | bits per byte at N = 1 | N / 2 | N | state moves at N / 2 | minutes | tokens |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| name | parameters | N | bits per byte at N = 1 | N / 2 | N |",
+        "|---|---|---|---|---|---|",
     ]
     for path in sorted((p for f in FOLDERS for p in f.glob("*/measured.json")), key=lambda p: p.parent.name):
         measured = json.loads(path.read_text(encoding="utf-8"))
-        bits, full, moves = measured["bits_per_byte"], measured["full_depth"], measured["state_movement"]
+        bits, full = measured["bits_per_byte"], measured["full_depth"]
         looped = measured["recipe"]["margin"] is not None
         half = f"{bits[str(full // 2)]:.3f}" if looped else ""
-        moving = f"{moves[min(full // 2, len(moves) - 1)]:.3f}" if moves else ""
         rows.append(
             f"| {path.parent.name} | {measured['n_parameters']:,} | {full} | {bits['1']:.3f} | {half} | "
-            f"{bits[str(full)]:.3f} | {moving} | {measured['cost']['wall_s'] / 60:.0f} | "
-            f"{measured['cost']['n_tokens']:,} |"
+            f"{bits[str(full)]:.3f} |"
         )
     return "\n".join(rows)
 

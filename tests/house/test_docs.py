@@ -45,7 +45,7 @@ ELSEWHERE = {
 #: Examples that take too long for a quick test, by a part of their text.
 LONG = (
     'loopq.quantize("huginn_small", out="Q", bits=4, group_size=32, n_prompts=8)',
-    'for method in ("gptq-cd", "trellis"):', "found = loopq.diagnose", "for measured in loopq.evaluate", "in one go",
+    "found = loopq.diagnose", "for measured in loopq.evaluate", "in one go",
     "loaded.model.bfloat16()", "QuantLinear.from_layer(quantized)", "HrmTextForCausalLM(small)",
 )  # fmt: skip
 _DECIMAL = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")

@@ -144,8 +144,8 @@ def test_answers_tell_rows_apart_after_holm_over_all_pairs():
         return {"task": "lambada", "bits": 3, "variant": variant, "values": "1" * n + "0" * (20 - n)} | more
 
     rows = [right("loopq fast", 8), right("llm-compressor, mse", 0), right("llm-compressor", 8)]
-    (line,) = real.told_apart({"scores": rows}).splitlines()[2:]
-    assert "fast` has more right than llm-compressor, `mse` (p 0.016)" in line
+    *_, line = real.told_apart({"scores": rows}).splitlines()
+    assert line == "| 3 bits, LAMBADA | loopq, `--preset fast` | llm-compressor, `mse` | 0.016 |"
     # Of six pairs the same eight items decide nothing: 2 / 2^8 times seven is above 0.05.
     others = [right(r["variant"], 5, task=t) for t in ("arc_easy", "hellaswag") for r in rows]
     more = right("auto-round", 8)
@@ -166,15 +166,16 @@ def test_the_first_page_reads_exl3_at_equal_bits_and_pairs_seconds_with_their_kl
         *smol("llm-compressor, imatrix_mse", 0.2, 1.0, 10.0),
     ]
     exl3 = smol(real.EXL3, 0.1, 0.4, None, group=0)
-    even, default, other, *less = real.claim({"peers": rows, "exl3": exl3}).splitlines()
-    assert "1.00 and 0.80 of the KL of auto-round, recipe `best`, in 0.05 times its CPU seconds" in even
-    assert "0.50 and 0.40 of the KL of llm-compressor, `imatrix_mse`, in 2 times its CPU seconds" in even
-    assert "CPU seconds" not in default
+    _, _, *lines = real.claim({"peers": rows, "exl3": exl3}).splitlines()
+    assert "| loopq, `--levels even` | auto-round, recipe `best` | 1.00 and 0.80 | 0.05 |" in lines
+    assert "| loopq, `--levels even` | llm-compressor, `imatrix_mse` | 0.50 and 0.40 | 2 |" in lines
+    # The default has no seconds here.
+    assert "| loopq | auto-round, recipe `best` | 1.00 and 0.40 |  |" in lines
     # A factor of four for a bit: EXL3 stands a fifth of a bit below loopq's groups of 64.
     fifth = real.stored_bits(rows[0]) - real.stored_bits(exl3[0])
-    assert f"{4**fifth:.2f} and {0.5 * 4**fifth:.2f} of its KL" in other
+    assert f"| loopq | EXL3, at equal bits | {4**fifth:.2f} and {0.5 * 4**fifth:.2f} |  |" in lines
     assert real.exl3_at(exl3, real.stored_bits(rows[0])) == pytest.approx(0.1 / 4**fifth)
-    assert less == []
+    assert len(lines) == 7
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,10 @@ _RECORDED = (
     "transformers Dory", "transformers GPT-2 COCONUT", "transformers GPT-NeoX Ponder", "transformers HRM-Text",
     "transformers Inkling-2", "transformers Mamba", "transformers Zamba", "generic HRM-Text",
 )  # fmt: skip
-_QUICK = (*_RECORDED[:8], "transformers GPT-2 COCONUT", "transformers Mamba")
+_QUICK = (
+    "Huginn", "LoopFormer", "Ouro", "Parcae", "looped Llama", "looped Qwen2, windows", "transformers GPT-2 COCONUT",
+    "transformers Mamba",
+)  # fmt: skip
 
 
 class _Recorder:

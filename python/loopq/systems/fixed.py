@@ -82,7 +82,7 @@ class FixedCache:
         device = self.length.device
         first = self.length if n_seen is None else n_seen
         positions = torch.arange(n, device=device) + first
-        mode = _Attention(self, n_seen, positions)
+        mode = _Attending(self, n_seen, positions)
         with torch.no_grad(), mode:
             yield positions
         if mode.used != len(self.slots):
@@ -93,7 +93,7 @@ class FixedCache:
             self.length.fill_(n_seen + n)
 
 
-class _Attention(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+class _Attending(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     """Hands each call of torch's attention the keys and values of its slot, in one thread."""
 
     def __init__(self, cache: FixedCache, n_seen: int | None, positions: Tensor) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,17 @@ def test_phases_are_timed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "solve" in capsys.readouterr().out
 
 
+def test_ways_of_decoding_a_model_are_timed() -> None:
+    timed: dict[str, dict[str, Any]] = {"no_graph": {}, "tokens_per_s": {}}
+    kept: list[int] = []
+    with decode._device(dry=True) as device:
+        decode._decode(phases.ouro(True), device, True, 0.0, timed, lambda: kept.append(1))
+    assert timed["no_graph"] == {"bfloat16, graph": "", "int4, graph": ""}
+    assert all(timed["tokens_per_s"][way] > 0 for way in decode.WAYS)
+    assert len(kept) == 1 + len(decode.WAYS)
+
+
+@pytest.mark.slow
 def test_every_way_of_decoding_is_timed(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert bench.main(["decode", str(path), "--dry-run"]) == 0

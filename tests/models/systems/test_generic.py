@@ -297,6 +297,7 @@ def test_all_weights_of_a_universal_transformer_are_quantized(tmp_path: Path) ->
         "head.weight",
     }
     assert (set(result.layers), len(looped)) == (looped, 6)
+    assert check_model(model).ok
     assert all(layer.report["n_rows"] == 4 * ids.numel() for layer in result.layers.values())
     rounded = loopq.quantize(model, ids, bits=3, group_size=64, threads=1, method="rtn")
     measured = loopq.evaluate(model, {"q": result, "rtn": rounded}, others, threads=1)

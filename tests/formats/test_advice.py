@@ -120,6 +120,7 @@ GRIDS = (
 )  # fmt: skip
 KINDS = (
     {}, {"orientation": "in_out"}, {"orientation": "table", "name": "embed_tokens.weight"}, {"orientation": "conv"},
+    {"orientation": "conv2x4"},
     {"name": "adapter"}, {"shape": (20, 128)}, {"beside": None}, {"name": "mlp.gate_proj.weight"},
     {"name": "mlp.experts.3.gate_proj.weight"}, {"shape": (64, 100)}, {"shape": (33, 36)}, {"transform": "rotation"},
     {"transform": "awq"}, {"transform": "awq", "shape": (64, 100)},

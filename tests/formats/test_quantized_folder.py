@@ -160,6 +160,8 @@ TRELLIS = {"kind": "trellis"}
         ({"bits": 4.0}, r"bits: 4\.0; allowed: a whole number"),
         ({"scale_dtype": "int8"}, "scale_dtype must be one of float32, float16, bfloat16; got 'int8'"),
         ({"orientation": "up"}, "orientation: 'up'; allowed: 'out_in', 'in_out'"),
+        ({"orientation": "conv0"}, "orientation: 'conv0'; allowed: 'out_in', 'in_out'"),
+        ({"orientation": "conv3x3"}, "orientation conv3x3: a kernel has 9 numbers for each input channel"),
         ({"symmetric": None}, "symmetric: None; allowed: true or false"),
         ({"group_size": 0}, "group_size: 0; allowed: -1 or 1 to"),
         ({"group_size": "32"}, "group_size: '32'; allowed: a whole number"),

@@ -285,7 +285,6 @@ def test_the_page_is_what_the_rules_print():
             {"looped_base": "gpt_bigcode"},
             "weights that packed layers do",
         ),
-        ("transformers", "compressed-tensors", {"looped_base": "gpt_neox"}, "taken for codes"),
         (
             "transformers",
             "compressed-tensors",

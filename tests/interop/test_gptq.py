@@ -150,6 +150,37 @@ def test_the_export_names_layers_that_gptqmodel_leaves_empty(tmp_path):
     assert write_as(tmp_path / "core", whole, "gptq").remarks == ()
 
 
+#: Whether a model that optimum loaded and saved again is the same model.
+AGAIN = [
+    *((Case("llama", form, bits, 32, symmetric), True) for form, symmetric in GRIDS[1:] for bits in (2, 3, 4, 8)),
+    *((Case("llama", "gptq", bits), False) for bits in (2, 3, 4, 8)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved_again(tmp_path_factory):
+    """Logits of each case before it was saved again, and after, by both libraries."""
+    base, jobs = tmp_path_factory.mktemp("gptq-again"), []
+    np.save(base / "ids.npy", models.prompts().numpy())
+    for case, _ in AGAIN:
+        write_as(base / case.name, build(case)[1], case.form)
+        for place, tool in (("", "transformers"), ("-again", "transformers"), ("-again", "gptqmodel")):
+            jobs.append({"tool": tool, "folder": str(base / f"{case.name}{place}"), "ids": str(base / "ids.npy"),
+                         "out": str(base / f"{case.name}{place}-{tool}.npy"), "dtype": "float16", "modules": [],
+                         "again": "" if place else str(base / f"{case.name}-again")})  # fmt: skip
+    results = run("gptq", jobs, base)
+    assert not any("error" in result for result in results.values()), results
+    return {c.name: [np.load(j["out"]) for j in jobs[3 * i : 3 * i + 3]] for i, (c, _) in enumerate(AGAIN)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "kept"), AGAIN, ids=lambda c: getattr(c, "name", None))
+def test_a_model_in_version_2_may_be_saved_again(saved_again, case, kept):
+    before, *after = saved_again[case.name]
+    for logits in after:
+        assert (np.abs(logits - before).max() < 0.02 * np.abs(before).max()) == kept
+
+
 WRITTEN = [{"bits": 4, "group_size": 32}, {"bits": 3, "group_size": 32}, {"bits": 8, "group_size": -1},
            {"bits": 4, "group_size": 32, "format": "gptq_v2", "sym": False}]  # fmt: skip
 

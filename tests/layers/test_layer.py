@@ -63,7 +63,14 @@ def test_tensors_are_named_by_the_module_and_counted():
 
 @pytest.mark.parametrize(
     ("orientation", "shape"),
-    [("out_in", (6, 40)), ("table", (6, 40)), ("in_out", (40, 6)), ("conv", (6, 40, 1))],
+    [
+        ("out_in", (6, 40)),
+        ("table", (6, 40)),
+        ("in_out", (40, 6)),
+        ("conv", (6, 40, 1)),
+        ("conv5", (6, 8, 5)),
+        ("conv2x4", (6, 5, 2, 4)),
+    ],
 )
 def test_the_model_stores_it_in_its_own_order(orientation, shape):
     quantized = dataclasses.replace(PLAIN, orientation=orientation)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import loopq
 from loopq.errors import ConfigError
@@ -65,6 +66,50 @@ def test_accelerates_own_offloading(tmp_path: Path) -> None:
     elsewhere = dory()
     accelerate.cpu_offload(elsewhere, execution_device=torch.device("cpu"))
     assert torch.equal(wrap(elsewhere).system.rollout(batch, 3), expected)
+
+
+class _Layer(nn.Module):
+    """A linear layer that is called, one that is used without a call, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.used, self.conv = (
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            nn.Conv1d(32, 32, 3, padding=1),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.called(x)) + self.conv(nn.functional.linear(x, self.used.weight).mT).mT
+
+
+class _Hops(nn.Module):
+    """Two such layers, called four times in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList(_Layer() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for i in range(8):
+            x = nn.functional.layer_norm(self.layers[i % 2](x), (32,))
+        return self.head(x)
+
+
+def test_weights_without_a_call_of_their_module_are_observed_there(tmp_path: Path) -> None:
+    import accelerate
+
+    given = _Hops()
+    accelerate.disk_offload(given, tmp_path, execution_device=torch.device("cpu"))
+    for method in ("gptq", "gptq-cd"):
+        result, expected = (
+            loopq.quantize(m, tokens(), group_size=16, method=method) for m in (given, _Hops())
+        )
+        assert len(expected.layers) == len(result.layers) == 6
+        assert all(layer.same_as(result.layers[name]) for name, layer in expected.layers.items())
 
 
 def test_an_adapter_around_such_a_module_is_refused(tmp_path: Path) -> None:

@@ -133,7 +133,10 @@ def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
     # A verdict that more prompts confirm keeps its figure, which other tables share.
     assert "0.5 [" in claims[1][3]
     said = paper.verdicts(first, more)
-    assert "On 24 prompts or fewer, 2 of these figures held, 0 did not, 0 made no difference, and 2 were open." in said
+    assert (
+        "On 24 prompts or fewer, 2 of these figures held, 0 did not, 0 made no difference, and 2 were open."
+        in said
+    )
     assert "Of all 2 open verdicts, 1 were measured on 400: 1 hold, 0 do not" in said
     assert "did not decide 0. 1 was not measured again." in said
     assert "that were decided they changed 1." in said

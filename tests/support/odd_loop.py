@@ -42,6 +42,28 @@ class Odd(nn.Module):
         return self.once(x)
 
 
+class UniversalTransformer(nn.Module):
+    """Four hops through one block of attention and two convolutions over neighbouring tokens."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, width), nn.Linear(width, 64)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.pad = nn.ConstantPad1d((1, 1), 0.0)
+        self.wide, self.narrow = nn.Conv1d(width, 2 * width, 3), nn.Conv1d(2 * width, width, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for hop in range(4):
+            y = self.norms[0](x + torch.sin(torch.tensor(1.0 + hop)))
+            x = x + self.out(F.scaled_dot_product_attention(self.query(y), self.key(y), self.value(y)))
+            y = self.norms[1](x).mT
+            x = x + self.narrow(self.pad(F.relu(self.wide(self.pad(y))))).mT
+        return self.head(x)
+
+
 def _ids(n: int = 3) -> Batch:
     return Batch(torch.randint(0, 60, (n, 5), generator=torch.Generator().manual_seed(0)), tuple(range(n)))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from loopq.calibrate.calls import is_finite
 from loopq.errors import CalibrationError, NonFiniteError, model_code
 from loopq.layers.shared import SharedParameter
-from loopq.storage.model_files import source_of, to_torch
+from loopq.storage.model_files import is_streamed, source_of, to_torch
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.capabilities import Discovers
 from loopq.systems.declare import parameter_of
@@ -137,8 +137,14 @@ class Observer:
             return
         from loopq.models.products import Products, plain_attention  # lazy: loopq imports without torch
 
-        weights = {name: parameter_of(self._system.model, p).detach() for name, p in self._watched.items()}
-        with plain_attention(), Products(weights, lambda n, rows, _: self._observed(self._watched[n], rows)):
+        model = self._system.model
+        weights = {name: parameter_of(model, p) for name, p in self._watched.items()}
+        watch = Products(
+            weights,
+            lambda name, rows, _: self._observed(self._watched[name], rows),
+            moving=is_streamed(model),
+        )
+        with plain_attention(), watch:
             yield
 
     def _check_counts(self) -> None:

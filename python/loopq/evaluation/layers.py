@@ -127,10 +127,7 @@ def _add(
     if parameter.name in weights:
         # Rounded to the model's own dtype.
         changed = torch.as_tensor(weights[parameter.name]).to(stored.device, stored.dtype).float()
-    if parameter.orientation == "conv":
-        weight, changed = weight[..., 0], changed[..., 0]
-    if parameter.orientation != "in_out":
-        weight, changed = weight.T, changed.T
+    weight, changed = parameter.matrix(weight).T, parameter.matrix(changed).T
     sizes = [len(rows) for rows in plain]
     if len(plain) != len(sums) or sizes != [len(rows) for rows in other]:
         # A loop that ended by itself: errors of the same step do not exist.

@@ -51,6 +51,7 @@ from loopq.layers.layer import QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
 from loopq.storage.schema import Name, Object, checked, parse_json, shown
+from loopq.storage.weights import kernel_of
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class QuantizedFolder(Format):
             self,
             [layer for _, layer in whole],
             [name for name, layer in whole if layer.transform is not None],
-            [name for name, layer in whole if layer.orientation == "conv"],
+            [name for name, layer in whole if kernel_of(layer.orientation)],
         )
         stored = {name: self.prepare(layer, ragged) for name, layer in whole}
         return cut_alike(layers, stored) if self.one_group_size else stored

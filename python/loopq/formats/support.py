@@ -115,10 +115,6 @@ ENTRIES = (
         formats=(*_GPTQ, *_CT), kinds=("gpt_bigcode",), runs=False,
     ),
     Support(
-        "transformers", ("looped",), "its head has another name in the files, and is taken for codes", "5.24: run",
-        _PAIRS, _CT, ("gpt_neox",), runs=False, silent=True,
-    ),
-    Support(
         "transformers", ("looped",), "the code of the loop in the folder (--remote-code)", "5.24: run", _PAIRS,
         code=True,
     ),

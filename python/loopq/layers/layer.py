@@ -17,7 +17,7 @@ from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import Transform, from_description
 from loopq.storage.files import ITEM_SIZE, RawTensor, float_to_raw
 from loopq.storage.schema import Allowed, Count, Name, Object, Positive, checked, shown
-from loopq.storage.weights import as_stored, stored_shape
+from loopq.storage.weights import Orientation, as_stored, stored_shape
 
 Bits = Annotated[int, Allowed(", ".join(map(str, BITS)), BITS.__contains__)]
 AnyBits = Annotated[int, Allowed(", ".join(map(str, ALL_BITS)), ALL_BITS.__contains__)]
@@ -35,11 +35,15 @@ class LayerSettings:
     scale_dtype: str
     #: None in files of before it was stored.
     kind: Name | None = None
-    orientation: Literal["out_in", "in_out", "table", "conv"] = "out_in"
+    orientation: Orientation = "out_in"
     shape: tuple[Positive, Positive]
     transform: Object | None = None
     #: Further fields of the grid's kind.
     more: Object = field(default_factory=dict, metadata={"others": True})
+
+    def __post_init__(self) -> None:
+        """Reject a kernel that does not fit the shape."""
+        stored_shape(self.shape, self.orientation)
 
     @property
     def module(self) -> str:
@@ -87,9 +91,8 @@ class QuantizedLayer:
         Scales. They are already rounded to the grid's `scale_dtype`.
     zeros : ndarray, uint8 or float32, shape (out_features, n_groups), or None
         Zero points of an asymmetric grid, or offsets that a GGUF type adds to the values of a group.
-    orientation : {"out_in", "in_out", "table", "conv"}
-        Storage of the weight in the model. It has outputs first or inputs first. "table" is an embedding table with row
-        lookup. "conv" has outputs first and a third axis of length 1.
+    orientation : {"out_in", "in_out", "table", "conv", "conv3", "conv3x3", ...}
+        Storage of the weight in the model (`loopq.storage.weights.Orientation`).
     report : mapping of str to Any
         Settings, results and cost of the quantization.
     transform : Transform, optional

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 from loopq.errors import SystemContractError
 from loopq.storage.schema import Name, checked
+from loopq.storage.weights import Orientation, kernel_of, stored_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Orientation = Literal["out_in", "in_out", "table", "conv"]
 Treatment = Literal["gptq", "rtn", "dense"]
 
 
@@ -28,10 +28,10 @@ class SharedParameter:
         Names of all modules that hold this parameter, the first owner first. Empty if no module is called with it. Its
         products are watched then.
     in_features, out_features : int
-        Input and output width of the product.
-    orientation : {"out_in", "in_out", "table", "conv"}
-        Storage of the weight: like `nn.Linear`, transposed like GPT-2's `Conv1D`, as a lookup table, or like
-        `nn.Conv1d` with a third axis of length 1.
+        Input and output width of the product. For a convolution, `in_features` is the number of input channels times
+        the size of the kernel: its product is that of a linear layer with the patch under the kernel at each place.
+    orientation : {"out_in", "in_out", "table", "conv", "conv3", "conv3x3", ...}
+        Storage of the weight (`loopq.storage.weights.Orientation`).
     invocations : int
         Calls in one rollout of the requested depth.
     role : str
@@ -74,9 +74,13 @@ class SharedParameter:
 
     def matrix(self, stored: Tensor) -> Tensor:
         """View a stored tensor of this weight, or its gradient, in shape (out_features, in_features)."""
-        plain = stored[..., 0] if self.orientation == "conv" else stored
+        plain = stored.flatten(1) if kernel_of(self.orientation) else stored
         return plain.T if self.orientation == "in_out" else plain
 
     def __post_init__(self) -> None:
-        """Reject a name that cannot be a file name, as needed in a dump and while layers are solved."""
+        """Reject a name that cannot be a file name, as needed in a dump and while layers are solved.
+
+        Also rejects a kernel that does not fit the inputs.
+        """
         checked(Name, self.name, "parameter", SystemContractError)
+        stored_shape((self.out_features, self.in_features), self.orientation)

@@ -129,7 +129,7 @@ class _Probe:
         rows, entered = self.seen.rows, self.seen.entered
         for parameter in self.shared:
             routing = parameter.routed_in
-            called = rows.get(f"{parameter.owners[0]}.weight", ())
+            called = rows.get(_traced(parameter), ())
             got = entered.get(routing, 0) if routing else len(called)
             if got != parameter.invocations:
                 what = routing or parameter.name
@@ -201,7 +201,7 @@ class _Probe:
             return "every other depth is refused"
         assert self.seen is not None
         before, after = self.seen.rows, other.rows
-        names = [f"{p.owners[0]}.weight" for p in self.shared]
+        names = [_traced(p) for p in self.shared]
         if all(len(after.get(name, ())) == len(before.get(name, ())) for name in names):
             raise _Failed(
                 f"a rollout of depth {self.n_steps - 1} makes as many calls as one of {self.n_steps}"
@@ -226,6 +226,11 @@ class _Probe:
             hidden = [name for name in map(names.in_file, self.seen.uncalled) if name not in reasons]
             notes += [f"used without a call of its module: {name}" for name in hidden[:8]]
         return tuple(notes)
+
+
+def _traced(parameter: SharedParameter) -> str:
+    """Name of a weight in a trace."""
+    return f"{parameter.owners[0]}.weight" if parameter.owners else parameter.name
 
 
 def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 0) -> CheckReport:

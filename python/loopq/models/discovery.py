@@ -16,7 +16,7 @@ from loopq.systems.routing import gates, stacked_experts
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.layers.shared import Orientation
+    from loopq.storage.weights import Orientation
     from loopq.systems.base import Output
 
 _UNCLEAR = (

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError, model_code
+from loopq.storage.model_files import is_streamed
 from loopq.systems.routing import routing_module
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.layers.shared import Orientation
+    from loopq.storage.weights import Orientation
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
@@ -87,7 +88,7 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     Parameters
     ----------
     model : nn.Module
-        The whole model. Weights are its two-dimensional parameters, and three-dimensional ones of convolutions.
+        The whole model. Weights are its two-dimensional parameters, and the kernels of its convolutions.
         Embeddings that are only looked up are left out.
     run : callable
         Runs one rollout.
@@ -112,7 +113,8 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
             "was made from"
         )
     # Stacked experts are `loopq.systems.routing.stacked_experts`.
-    conv = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Conv1d)}
+    convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
+    conv = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, convolutions)}
     weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 or id(p) in conv}
     names = {id(p): name for name, p in weights.items() if p.ndim == 2}
     uses = _Uses(_Lists(model, names))
@@ -133,7 +135,7 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
         count = functools.partial(uses.lists.enter, name)
         handles.append(model.get_submodule(name).register_forward_pre_hook(_here(count), with_kwargs=True))
     also = {n: p for n, p in model.named_parameters() if p.ndim > 1 and n not in weights}
-    watch = Products(weights, uses.multiplied, uses.used, also)
+    watch = Products(weights, uses.multiplied, uses.used, also, moving=is_streamed(model))
     run_code = model_code(lambda: f"trial run, {uses.reached()}")
     with _removed(handles), torch.no_grad(), plain_attention(), watch, run_code:
         run()
@@ -227,8 +229,11 @@ class _Uses:
         self._stored.setdefault(name, set()).add(stored)
 
     def used(self, name: str, operation: str) -> None:
+        from loopq.models.products import GROUPS  # lazy: loopq imports without torch
+
         how = "multiplied in parts" if operation in _PRODUCTS else f"used by {operation}"
-        self._others.setdefault(name, f"{how}, without a call of its module")
+        reason = GROUPS if operation == GROUPS else f"{how}, without a call of its module"
+        self._others.setdefault(name, reason)
         self._n_others[name] += 1
 
     def reached(self) -> str:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.errors import NonFiniteError
+from loopq.errors import CheckpointError, NonFiniteError
 from loopq.storage.files import RawTensor
 from loopq.storage.model_files import model_tensors
+from loopq.storage.schema import Allowed
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_SIZE = "[1-9][0-9]{0,4}"
+#: Storage of a weight: like `nn.Linear`, transposed like GPT-2's `Conv1D`, as a lookup table, or as the kernel of a
+#: convolution. "conv" is `nn.Conv1d` with kernel 1, "conv3" with kernel 3, "conv3x5" `nn.Conv2d` with kernel (3, 5).
+Orientation = Annotated[
+    str,
+    Allowed(
+        "'out_in', 'in_out', 'table', 'conv', or 'conv' and the size of a kernel, as 'conv3x3'",
+        re.compile(rf"out_in|in_out|table|conv({_SIZE}(x{_SIZE}){{0,2}})?").fullmatch,
+    ),
+]
 
 
 class OrientedWeight(Protocol):
@@ -26,12 +41,39 @@ class OrientedWeight(Protocol):
 
     @property
     def orientation(self) -> str:
-        """ "out_in", "in_out", "table" or "conv"."""
+        """See `Orientation`."""
+
+
+def kernel_of(orientation: str) -> tuple[int, ...]:
+    """Size of a convolution's kernel along each axis. Empty for other weights."""
+    if not orientation.startswith("conv"):
+        return ()
+    return tuple(int(n) for n in (orientation.removeprefix("conv") or "1").split("x"))
+
+
+def conv_orientation(kernel: Sequence[int]) -> str:
+    """Return the orientation of a convolution's weight. A column of its matrix is an input channel and a place."""
+    return "conv" if tuple(kernel) == (1,) else "conv" + "x".join(map(str, kernel))
 
 
 def stored_shape(shape: tuple[int, int], orientation: str) -> tuple[int, ...]:
-    """Return the model's storage shape of a weight with shape (out_features, in_features)."""
-    return shape[::-1] if orientation == "in_out" else (*shape, 1) if orientation == "conv" else shape
+    """Return the model's storage shape of a weight with shape (out_features, in_features).
+
+    Raises
+    ------
+    CheckpointError
+        The columns of a convolution are no whole number of kernels.
+    """
+    kernel = kernel_of(orientation)
+    if not kernel:
+        return shape[::-1] if orientation == "in_out" else shape
+    channels, rest = divmod(shape[1], math.prod(kernel))
+    if rest:
+        raise CheckpointError(
+            f"orientation {orientation}: a kernel has {math.prod(kernel)} numbers for each input channel, so the "
+            f"columns must be a multiple of that; got {shape[1]}"
+        )
+    return (shape[0], channels, *kernel)
 
 
 def as_stored(values: NDArray[np.float32], orientation: str) -> NDArray[np.float32]:
@@ -42,7 +84,7 @@ def as_stored(values: NDArray[np.float32], orientation: str) -> NDArray[np.float
 
 def outputs_first(values: NDArray[Any], orientation: str) -> NDArray[Any]:
     """Return a stored weight in shape (out_features, in_features), C-contiguous."""
-    plain = values[..., 0] if orientation == "conv" else values
+    plain = values.reshape(len(values), -1) if kernel_of(orientation) else values
     return np.ascontiguousarray(plain.T if orientation == "in_out" else plain)
 
 

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
-from loopq.layers.shared import Orientation, SharedParameter
+from loopq.layers.shared import SharedParameter
 from loopq.storage.names import names_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from loopq.storage.weights import Orientation
 
 
 def find_prefix(model: nn.Module, marker: str) -> str | None:

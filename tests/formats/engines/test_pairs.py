@@ -11,7 +11,11 @@ from tests.support.marks import running, slow_unless
 
 CASES = [(model, form) for model in pairs.MODELS for form in pairs.FORMATS]
 #: One process of one engine.
-QUICK = (("Dory", "compressed-tensors"), ("looped Llama", "gptq_v2"))
+QUICK = (
+    ("Dory", "compressed-tensors"),
+    ("looped GPTNeoX, code", "compressed-tensors"),
+    ("looped Llama", "gptq_v2"),
+)
 
 
 @pytest.fixture(scope="module")

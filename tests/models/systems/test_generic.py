@@ -13,6 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import loopq
+from loopq.calibrate.collect import collect_rows
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hessian_dump import collect_hessians
 from loopq.errors import CalibrationError, CheckpointError, ConfigError, SystemContractError
 from loopq.models.check import check_model
 from loopq.models.from_python import wrap
@@ -20,7 +23,8 @@ from loopq.models.load import choose_system, load_model
 from loopq.models.systems.generic import Generic
 from tests.support import vendors
 from tests.support.interop import models
-from tests.support.odd_loop import Odd, Settling, _ids
+from tests.support.odd_loop import Odd, Settling, UniversalTransformer, _ids
+from tests.support.runs import job_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*",
@@ -61,7 +65,7 @@ def test_a_model_without_a_loop_is_refused_with_all_reasons() -> None:
         "idle.weight": "not used by this run",
         "layers.*.weight (2 weights)": "called 1 time(s)",
         "parts": "multiplied in parts, without a call of its module",
-        "wide.weight": "used by convolution, without a call of its module",
+        "wide.weight": "called 1 time(s)",
     }
 
 
@@ -187,6 +191,16 @@ _USES: dict[
     "x @ w": (_bare, lambda m, x: x @ m.w, {"w": "in_out"}),
     "einsum": (_bare, lambda m, x: torch.einsum("btd,ed->bte", x, m.w), {"w": "out_in"}),
     "Conv1d": (lambda: nn.Conv1d(32, 32, 1), lambda m, x: m(x.mT).mT, {"weight": "conv"}),
+    "Conv1d of 3 tokens": (
+        lambda: nn.Conv1d(32, 32, 3, padding=2, dilation=2, padding_mode="circular"),
+        lambda m, x: m(x.mT).mT,
+        {"weight": "conv3"},
+    ),
+    "Conv2d": (
+        lambda: nn.Conv2d(2, 2, (3, 5), padding="same"),
+        lambda m, x: m(x.reshape(-1, 2, 4, 4)).reshape(x.shape),
+        {"weight": "conv3x5"},
+    ),
     "attention": (
         lambda: nn.MultiheadAttention(32, 4, batch_first=True),
         lambda m, x: m(x, x, x, need_weights=False)[0],
@@ -217,7 +231,7 @@ def test_weights_outside_module_calls_are_quantized_like_others(use: str, tmp_pa
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("use", ["x @ w", "Conv1d"])
+@pytest.mark.parametrize("use", ["x @ w", "Conv1d", "Conv1d of 3 tokens"])
 @pytest.mark.parametrize("target", ["gptq", "compressed-tensors"])
 def test_other_formats_refuse_weights_of_no_linear_layer(use: str, target: str, tmp_path: Path) -> None:
     part, run, _ = _USES[use]
@@ -226,9 +240,90 @@ def test_other_formats_refuse_weights_of_no_linear_layer(use: str, target: str, 
         loopq.export(result, tmp_path / "q", target, force=True)
 
 
+class _Unfolded(nn.Module):
+    """A layer called twice with given inputs: a convolution, or a linear layer with the same weight and its patches."""
+
+    def __init__(self, conv: nn.Conv1d | nn.Conv2d, *, linear: bool) -> None:
+        super().__init__()
+        self.conv, self.core = conv, conv
+        if linear:
+            weight = conv.weight.detach().flatten(1)
+            self.core = nn.Linear(*weight.shape[::-1])
+            self.core.weight.data, self.core.bias.data = weight.clone(), conv.bias.detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layer(x) + self._layer(x.square())
+
+    def _layer(self, x: torch.Tensor) -> torch.Tensor:
+        if self.core is self.conv:
+            return self.conv(x).flatten(2).mT
+        edges = self.conv._reversed_padding_repeated_twice
+        x = F.pad(x, edges, "circular" if self.conv.padding_mode == "circular" else "constant")
+        places = {"stride": self.conv.stride, "dilation": self.conv.dilation}
+        kernel = self.conv.kernel_size
+        if len(kernel) == 1:
+            x, kernel, places = x[..., None], (*kernel, 1), {name: (*n, 1) for name, n in places.items()}
+        return self.core(F.unfold(x, kernel, **places).mT)
+
+
+@pytest.mark.parametrize("how", [
+    {}, {"padding": 2, "stride": 2}, {"padding": 3, "dilation": 2, "padding_mode": "circular"},
+    {"padding": "same", "dilation": 2},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
+def test_a_convolution_gets_the_codes_of_a_linear_layer_on_its_patches(
+    kind: Any, how: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    conv = kind(5, 8, 3, **how)
+    batches = [torch.randn(2, 5, 9) if kind is nn.Conv1d else torch.randn(2, 5, 6, 7) for _ in range(6)]
+    settings: dict[str, Any] = {"bits": 3, "group_size": 8, "threads": 1}
+    for method in ("gptq", "gptq-cd"):
+        found = [
+            next(iter(loopq.quantize(m, batches, method=method, **settings).layers.values()))
+            for m in (_Unfolded(conv, linear=False), _Unfolded(conv, linear=True))
+        ]
+        assert found[0].same_as(found[1])
+        assert found[0].report["n_rows"] == found[1].report["n_rows"]
+        assert found[0].in_model_orientation().shape == conv.weight.shape
+
+
+def test_all_weights_of_a_universal_transformer_are_quantized(tmp_path: Path) -> None:
+    drawn = torch.randint(0, 64, (64, 12), generator=torch.Generator().manual_seed(0))
+    (ids, others), model = drawn.split((48, 16)), wrap(UniversalTransformer())
+    result = loopq.quantize(model, ids, bits=3, group_size=64, threads=1, out=tmp_path / "q")
+    looped = {name for name, p in model.model.named_parameters() if p.ndim > 1} - {
+        "embed.weight",
+        "head.weight",
+    }
+    assert (set(result.layers), len(looped)) == (looped, 6)
+    assert check_model(model).ok
+    assert all(layer.report["n_rows"] == 4 * ids.numel() for layer in result.layers.values())
+    rounded = loopq.quantize(model, ids, bits=3, group_size=64, threads=1, method="rtn")
+    measured = loopq.evaluate(model, {"q": result, "rtn": rounded}, others, threads=1)
+    assert 0 < measured[1].kl.mean() < measured[2].kl.mean() / 2
+    again = loopq.load(tmp_path / "q", UniversalTransformer()).model
+    with torch.no_grad():
+        logits = [m(others).double().log_softmax(-1) for m in (again, model.model)]
+    kl = F.kl_div(*logits, reduction="none", log_target=True).sum(-1)
+    assert kl.mean().item() == pytest.approx(measured[1].kl.mean(), rel=1e-3)
+    tokens = TokenSet(tuple(ids.numpy()), "ids", "prompts")
+    # The same rows from a dump, and the same sums.
+    plain = loopq.quantize(model, ids, bits=3, group_size=64, threads=1, method="gptq")
+    for collect in (collect_rows, collect_hessians):
+        collect(job_of(model, tokens), tmp_path / collect.__name__)
+        solved = loopq.solve(tmp_path / collect.__name__, bits=3, group_size=64, threads=1, method="gptq")
+        assert solved is not None
+        assert all(layer.same_as(solved.layers[name]) for name, layer in plain.layers.items())
+
+
 def test_what_stays_dense_is_named_before_the_run() -> None:
     model = _Used(_bare(), lambda m, x: F.linear(x, m.w / 2))
     with pytest.warns(UserWarning, match=r"not quantized: part\.w: used by div"):
+        result = loopq.quantize(model, _ids(6).input_ids.tolist(), group_size=16, threads=1, method="rtn")
+    assert list(result.layers) == ["called.weight"]
+    model = _Used(nn.Conv1d(32, 32, 3, padding=1, groups=32), lambda m, x: m(x.mT).mT)
+    with pytest.warns(UserWarning, match=r"not quantized: part\.weight: a convolution in groups, which have"):
         result = loopq.quantize(model, _ids(6).input_ids.tolist(), group_size=16, threads=1, method="rtn")
     assert list(result.layers) == ["called.weight"]
 

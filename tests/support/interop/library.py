@@ -63,6 +63,10 @@ def run_transformers(job: dict[str, Any]) -> dict[str, Any]:
         from compressed_tensors.transform import TransformConfig, apply_transform_config
 
         apply_transform_config(model, TransformConfig(**job["transforms"]))
+    if job.get("again"):
+        model.save_pretrained(job["again"])
+        for file in Path(job["folder"]).glob("tokenizer*"):
+            Path(job["again"], file.name).write_bytes(file.read_bytes())
     np.save(job["out"], logits(model, job))
     return {"modules": before}
 

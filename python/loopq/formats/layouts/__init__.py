@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loopq.layers.loop_spec import BASE
 from loopq.settings.registry import Registry
 from loopq.storage.files import RawTensor
 
@@ -57,5 +58,5 @@ LAYOUTS: Registry[FileLayout] = Registry("layout", "loopq.formats.layouts")
 
 def layout_of(config: Mapping[str, Any]) -> FileLayout:
     """Return the layout of a model's files by its config.json."""
-    kind = str(config.get("model_type"))
+    kind = str(config.get(BASE) or config.get("model_type"))
     return LAYOUTS.get(kind) if kind in LAYOUTS.names() else FileLayout()

@@ -192,7 +192,7 @@ class Generic(LoopedSystem):
         }
         if stored is None:
             return declare(self.model, [(owners[id(weight)][0], fields)], 1)[0]
-        inputs, outputs = weight.shape[:2] if stored == "in_out" else weight.shape[1::-1]
+        inputs, outputs = weight.shape if stored == "in_out" else (weight[0].numel(), weight.shape[0])
         return SharedParameter(name, (), inputs, outputs, stored, **fields)  # type: ignore[arg-type]
 
     def left_out(self) -> dict[str, str]:

@@ -166,7 +166,8 @@ def _decided(before: Claims, after: Claims) -> list[str]:
         f"{first['makes no difference']} made no difference, and {first[OPEN]} were open. Of all {len(pairs)} open "
         f"verdicts, {len(again)} were measured on 400: {n['holds']} hold, {n['does not hold']} do not, "
         f"{n['makes no difference']} make no difference, and 400 prompts did not decide {n[OPEN]}. "
-        f"{kept or 'None'} {'was' if kept == 1 else 'were'} not measured again. Of the verdicts that were decided they changed {turned}.",
+        f"{kept or 'None'} {'was' if kept == 1 else 'were'} not measured again. Of the verdicts that were decided "
+        f"they changed {turned}.",
     ]
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import importlib.util
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 import loopq
 from benches.pages import RECORD, ROOT, into, json_lines
 from benches.quality.peers_table import processor, table
+from benches.zoo.forecaster import Batch, Forecaster, held_out, synthetic
 from loopq.evaluation.stats import bootstrap
 
 PAGE = ROOT / "docs" / "howto" / "batches.md"
@@ -53,10 +53,7 @@ SHARE, N_SHAKEN = 0.05, 4
 NOISE = f"float32, noise of {SHARE:.0%} on the looped weights"
 BITS: tuple[Literal[4, 3], ...] = (4, 3)
 GROUP = 32
-#: Points of a forecast, and of the largest context, as the model has them.
-HORIZON, CONTEXT = 48, 2048
 EULER = 24
-Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,90 +68,10 @@ class Subject:
     score: Callable[[Any, Any], float]
 
 
-class Forecaster(nn.Module):
-    """Core and head of Fracast-0 in one module: a normalized series to the quantiles of what follows."""
-
-    def __init__(self, weights: str = "fp32") -> None:
-        super().__init__()
-        from fracast.inference import FracastModel
-
-        whole = FracastModel.from_pretrained(weights=weights)
-        self.core, self.head, self.quantiles = whole.core, whole.head, whole.quantiles
-
-    def forward(self, values: Tensor, observed: Tensor, future: Tensor | None = None) -> Tensor:
-        """Quantiles of shape (n, 48, 9). `future` is for the score alone."""
-        hidden = self.core(values[:, None], observed[:, None], observed[:, None].float())
-        quantiles: Tensor = self.head.forward_horizon(
-            hidden, last_obs=values[:, -1:], ctx=values, ctx_mask=observed
-        )
-        return quantiles
-
-
-def window(series: NDArray[np.float64]) -> Batch:
-    """A batch of one series: all but its last 48 points as context, scaled to 0 and 1 as the package does."""
-    context, future = series[:-HORIZON][-CONTEXT:], series[-HORIZON:]
-    low = np.nanmin(context)
-    span = max(np.nanmax(context) - low, 1e-5)
-    values, observed = np.zeros(CONTEXT, np.float32), np.zeros(CONTEXT, bool)
-    values[-len(context) :] = np.nan_to_num((context - low) / span)
-    observed[-len(context) :] = np.isfinite(context)
-    values = torch.from_numpy(values)
-    future = torch.tensor((future - low) / span, dtype=torch.float32)
-    return {"values": values[None], "observed": torch.from_numpy(observed)[None], "future": future[None]}
-
-
-def synthetic(n: int, seed: int, shortest: int = 200) -> list[Batch]:
-    """Series of trend, two seasons, noise that remembers, and sometimes a break."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for _ in range(n):
-        length = int(rng.integers(shortest, CONTEXT)) + HORIZON
-        at = np.arange(length)
-        noise = rng.standard_normal(length) * rng.choice([0.05, 0.2, 0.5])
-        memory = rng.uniform(0, 0.95)
-        for i in range(1, length):
-            noise[i] += memory * noise[i - 1]
-        period = rng.integers(4, 100)
-        season = np.sin(2 * np.pi * (at / period + rng.random())) * rng.uniform(0, 2)
-        other = np.sin(2 * np.pi * (at / (period * rng.uniform(2, 9)) + rng.random())) * rng.uniform(0, 1)
-        jump = rng.normal() * (at > rng.integers(0, length)) * (rng.random() < 0.3)
-        made.append(window(season + other + noise + jump + rng.normal() * 2 * at / length))
-    return made
-
-
-def real() -> tuple[list[Batch], list[str]]:
-    """Windows of CO2, sunspots, El Nino, the Nile and US macroeconomic data, which the package `statsmodels` holds."""
-    found = importlib.util.find_spec("statsmodels")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("the real series are files of the package statsmodels: pip install statsmodels")
-    folder = Path(found.submodule_search_locations[0]) / "datasets"
-
-    def columns(name: str) -> NDArray[np.float64]:
-        return np.genfromtxt(folder / name / f"{name}.csv", delimiter=",", skip_header=1)
-
-    macro = columns("macrodata")
-    names = ("realgdp", "realcons", "realinv", "cpi", "m1", "tbilrate", "unemp")
-    places = (2, 3, 4, 7, 8, 9, 10)
-    series = {
-        "co2": (columns("co2")[:, 1], 3),
-        "sunspots": (columns("sunspots")[:, 1], 3),
-        "elnino": (columns("elnino")[:, 1:].flatten(), 3),
-        "nile": (columns("nile")[:, 1], 1),
-        **{name: (macro[:, i], 2) for name, i in zip(names, places, strict=True)},
-    }
-    windows, labels = [], []
-    for name, (values, n) in series.items():
-        for back in range(n):
-            windows.append(window(values[: len(values) - back * HORIZON]))
-            labels.append(f"real: {name} -{back}")
-    return windows, labels
-
-
 def fracast() -> Subject:
     """Fracast-0, with synthetic series to calibrate on and others to measure on."""
     model = Forecaster()
-    held, labels = real()
-    made = synthetic(28, 10_000)
+    held, labels = held_out()
     levels = torch.tensor(model.quantiles)
 
     def quantile_loss(output: Tensor, batch: Batch) -> float:
@@ -164,8 +81,8 @@ def fracast() -> Subject:
     return Subject(
         model,
         lambda draw: synthetic(32, draw),
-        held + made,
-        labels + [f"synthetic: {i}" for i in range(len(made))],
+        held,
+        labels,
         "quantile loss",
         quantile_loss,
     )

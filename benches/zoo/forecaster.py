@@ -1,7 +1,7 @@
 """Fracast-0, a published looped forecaster of time series, with series to calibrate and to measure on.
 
-`loopq --register benches/zoo/register.py reproduce TABLE fracast` opens it. Its weights come with the package `fracast`,
-and the real series with the package `statsmodels`. One block runs ten times, a second one six times.
+`loopq --register benches/zoo/register.py reproduce TABLE fracast` opens it. Its weights come with the package
+`fracast`, and the real series with the package `statsmodels`. One block runs ten times, a second one six times.
 """
 
 from __future__ import annotations

@@ -143,7 +143,8 @@ def open_source(
     Parameters
     ----------
     name : str
-        Name of the embedded model, folder, or hub id. "plbert" is the real checkpoint, and `register_source` adds others.
+        Name of the embedded model, folder, or hub id. "plbert" is the real checkpoint; `register_source`
+        adds others.
     data : Path, optional
         Data folder. "plbert" is read from its `models/plbert_kokoro`.
     calibration, text : Path, optional

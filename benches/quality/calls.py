@@ -206,7 +206,7 @@ def values(m: Measurement) -> dict[str, list[float]]:
     return {key: [float(f"{v:.5g}") for v in getattr(m, key)[0]] for key in ("error", "score")}
 
 
-def others(name: str) -> list[dict[str, Any]]:
+def others(name: str, asked: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of other tools from the first draw of calibration batches; what a tool refuses has its message."""
     subject = SUBJECTS[name]()
     loaded = wrap(subject.model)
@@ -219,9 +219,10 @@ def others(name: str) -> list[dict[str, Any]]:
         "data": None, "texts": [None, None], "dtype": None, "threads": 1,
     }  # fmt: skip
     rows = []
-    for tool, variants in TOOLS.items():
-        if not python_of(tool).is_file():
-            print(f"{tool}: no {python_of(tool)}, left out; `make peers` makes it")
+    for tool, known in TOOLS.items():
+        variants = [v for v in known if v in asked and python_of(tool).is_file()]
+        if not variants:
+            print(f"{tool}: left out, since it is not asked for or {python_of(tool)} is not made")
             continue
         results = [(v, bits, 0 if v == EXL3 else GROUP) for bits in BITS for v in variants]
         lines, weights = answer_of(tool, job | {"results": results})
@@ -362,15 +363,17 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: both")
     parser.add_argument("--draws", type=int, default=1, help="sets of calibration batches")
-    parser.add_argument("--tools", action="store_true", help="add rows of other tools to the newest record")
+    every = [variant for variants in TOOLS.values() for variant in variants]
+    said = f"add rows of other tools to the newest record (default: {'; '.join(every)})"
+    parser.add_argument("--tools", nargs="*", metavar="ROW", choices=every, help=said)
     parser.add_argument("--out", type=Path, help="default: a new record")
     args = parser.parse_args()
-    if args.tools:
+    if args.tools is not None:
         out = max(RECORD.glob("calls-*.json"))
         data = json.loads(out.read_text("utf-8"))
-        rows = others("fracast")
-        made = {r["tool"] for r in rows}
-        data["rows"] = [r for r in data["rows"] if r.get("tool") not in made] + rows
+        rows = others("fracast", args.tools or every)
+        made = {r["variant"] for r in rows}
+        data["rows"] = [r for r in data["rows"] if r["variant"] not in made] + rows
         data |= {
             "command of other tools": "python -m benches.quality.calls --tools",
             "cpu of other tools": processor(),

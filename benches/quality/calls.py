@@ -57,10 +57,10 @@ PAIRS = (
     ("loopq", "GPTQ, all steps"),
     ("loopq", "loopq, even levels"),
 )
-EXL3 = "GPTQModel, EXL3"
+LLM, EXL3 = "llm-compressor", "GPTQModel, EXL3"
 #: Rows of other tools on the forecaster.
 TOOLS = {
-    "llmcompressor": ("llm-compressor", "llm-compressor, mse", "llm-compressor, imatrix_mse"),
+    "llmcompressor": (LLM, f"{LLM}, mse", f"{LLM}, imatrix_mse", f"{LLM}, no wrapper"),
     "autoround": ("auto-round", "auto-round, best"),
     "gptqmodel": ("GPTQModel", EXL3),
 }
@@ -364,8 +364,9 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: both")
     parser.add_argument("--draws", type=int, default=1, help="sets of calibration batches")
     every = [variant for variants in TOOLS.values() for variant in variants]
-    said = f"add rows of other tools to the newest record (default: {'; '.join(every)})"
-    parser.add_argument("--tools", nargs="*", metavar="ROW", choices=every, help=said)
+    parser.add_argument(
+        "--tools", nargs="*", metavar="ROW", choices=every, help="of other tools; default: all"
+    )
     parser.add_argument("--out", type=Path, help="default: a new record")
     args = parser.parse_args()
     if args.tools is not None:

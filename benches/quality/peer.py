@@ -113,10 +113,14 @@ def wrapped(subject: Subject, by_ids: bool = False) -> Iterator[nn.Module]:
 
 
 def llmcompressor(
-    observer: str | None, order: str | None = "default", pipeline: str = "basic", preset: str | None = None
+    observer: str | None,
+    order: str | None = "default",
+    pipeline: str = "basic",
+    preset: str | None = None,
+    bare: bool = False,
 ) -> Method:
     """GPTQModifier by `oneshot`; pipeline "basic" sums over all calls of a weight. `preset` replaces the
-    scheme."""
+    scheme, and `bare` gives the module without a wrapper."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -128,9 +132,8 @@ def llmcompressor(
         chosen = {} if order == "default" else {"actorder": order}
         schemes = {}
         for size in {size_of(m, group) for m in modules.values()}:
-            targets = [
-                f"inner.{n.removesuffix('.weight')}" for n, m in modules.items() if size_of(m, group) == size
-            ]
+            same = [n.removesuffix(".weight") for n, m in modules.items() if size_of(m, group) == size]
+            targets = same if bare else [f"inner.{n}" for n in same]
             grid = {"strategy": "channel"} if size < 0 else {"strategy": "group", "group_size": size}
             args = QuantizationArgs(num_bits=bits, symmetric=True, observer=observer, **grid)
             schemes[str(size)] = QuantizationScheme(targets=targets, weights=args)
@@ -143,8 +146,11 @@ def llmcompressor(
         data: list[Any] = [b.input_ids for b in subject.batches]
         if not by_ids:
             data = [torch.tensor(i) for i in range(len(data))]
-        loader = DataLoader(data, batch_size=1, collate_fn=lambda x: {"input_ids": x[0]})
-        with wrapped(subject, by_ids) as model:
+        given = [{"input_ids": x} for x in data]
+        if bare:
+            given = [dict(b.call.kwargs) if b.call else {"input_ids": b.input_ids} for b in subject.batches]
+        loader = DataLoader(given, batch_size=1, collate_fn=lambda x: x[0])
+        with contextlib.nullcontext(subject.system.model) if bare else wrapped(subject, by_ids) as model:
             oneshot(model=model, dataset=loader, recipe=recipe, pipeline=pipeline, processor=Processor())
         return weights_of(modules)
 
@@ -274,6 +280,7 @@ TOOLS: dict[str, dict[str, Callable[[], Method]]] = {
         "llm-compressor, mse": lambda: llmcompressor("memoryless_mse"),
         "llm-compressor, imatrix_mse": lambda: llmcompressor("imatrix_mse"),
         "llm-compressor, no order": lambda: llmcompressor(None, None),
+        "llm-compressor, no wrapper": lambda: llmcompressor(None, bare=True),
         "llm-compressor, default pipeline": lambda: llmcompressor(None, pipeline="independent"),
     },
     "gptqmodel": {"GPTQModel": gptqmodel, "GPTQModel, EXL3": partial(gptqmodel, exl3=True)},

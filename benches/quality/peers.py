@@ -90,8 +90,8 @@ OURS: dict[str, dict[str, Any]] = {
     f"{SMALL}, 10 state bits": {**_SMALL, "state_bits": 10},
     f"{SMALL}, inputs asymmetric, four draws": {**_SMALL, **_TOP},
 }
-#: Rows that cost hours on all models, and are made where they are named.
-NAMED_ONLY = ("auto-round, best", "GPTQModel, EXL3")
+#: Rows that cost hours on all models, or are refused, and are made where they are named.
+NAMED_ONLY = ("auto-round, best", "GPTQModel, EXL3", "llm-compressor, no wrapper")
 Result = tuple[str, int, int]
 KEY = ("model", "draw", "bits", "group", "variant", "task")
 

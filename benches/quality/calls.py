@@ -226,7 +226,7 @@ def others(name: str, asked: Sequence[str]) -> list[dict[str, Any]]:
             continue
         results = [(v, bits, 0 if v == EXL3 else GROUP) for bits in BITS for v in variants]
         lines, weights = answer_of(tool, job | {"results": results})
-        found = compare(system, {str(number): w for number, w in weights.items()}, tokens)
+        found = compare(system, {str(n): w for n, w in weights.items()}, tokens) if weights else []
         measured = {m.name: m for m in found}
         for number, ((variant, bits, _), line) in enumerate(zip(results, lines, strict=True)):
             row = {"model": name, "tool": tool, "variant": variant, "draw": 0, "bits": bits}
@@ -370,9 +370,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: a new record")
     args = parser.parse_args()
     if args.tools is not None:
+        rows = others("fracast", args.tools or every)
         out = max(RECORD.glob("calls-*.json"))
         data = json.loads(out.read_text("utf-8"))
-        rows = others("fracast", args.tools or every)
         made = {r["variant"] for r in rows}
         data["rows"] = [r for r in data["rows"] if r["variant"] not in made] + rows
         data |= {

@@ -148,6 +148,7 @@ def verdicts(first: str, more: str = "") -> str:
                 assert number is not None, found
                 shown = next(filter(None, number.groups()))
                 shown = f"{float(shown):.2f}" if re.fullmatch(r"[\d.]+\d{3}", shown) else shown
+                shown = f"{float(shown):.1e}" if re.fullmatch(r"\d{5,}[.]\d+", shown) else shown
                 cells[model] = f"{SAID[verdict]}: {shown}"
         lines.append(f"| {statement} | {' | '.join(cells.values())} |")
     return "\n".join(lines)
@@ -250,10 +251,10 @@ def parts() -> dict[str, str]:
     newest = max(RECORD.glob("reproduce-*"))
     records = [newest / name for name in ("paper.md", "more-prompts.md")]
     texts = [file.read_text("utf-8") for file in records if file.is_file()]
-    texts[0] = (newest / "published.md").read_text("utf-8") + texts[0]
+    every = [(newest / "published.md").read_text("utf-8") + texts[0], *texts[1:]]
     loops = max(RECORD.glob("feedback-*.md")).read_text("utf-8")
     return {
-        "verdicts": verdicts(*texts),
+        "verdicts": verdicts(*every),
         "undecided": undecided(*texts),
         "scores": scores((newest / "scores.md").read_text("utf-8")),
         "feedback": feedback(loops),

@@ -233,9 +233,9 @@ def others(name: str, asked: Sequence[str]) -> list[dict[str, Any]]:
             if "refused" in line:
                 rows.append(row | {"refused": line["refused"]})
                 continue
-            seconds = {"seconds": round(line["seconds"], 1)}
-            rows.append(row | seconds | values(measured[str(number)]) | {"kinds": subject.kinds})
-            print(name, bits, variant, f"{np.median(rows[-1]['error']):.4f}", flush=True)
+            seconds, own = {"seconds": round(line["seconds"], 1)}, values(measured[str(number)])
+            rows.append(row | seconds | own | {"kinds": subject.kinds})
+            print(name, bits, variant, f"{np.median(own['error']):.4f}", flush=True)
     return rows
 
 
@@ -323,7 +323,7 @@ def beside(rows: Sequence[dict[str, Any]], model: str) -> str:
     """Rows of other tools with loopq's beside them, and a line for each refusal."""
     here = [r for r in rows if r["model"] == model and r["draw"] == 0]
     ours = {(r["bits"], r["variant"]): r for r in here if r["variant"] in OURS}
-    lines, refused = [], {}
+    lines, refused = [], dict[str, list[str]]()
     for r in (r for r in here if "tool" in r):
         if "refused" in r:
             refused.setdefault(f"* {r['variant']}: `{r['refused']}`", []).append(f"{r['bits']} bits")

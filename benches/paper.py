@@ -16,7 +16,9 @@ from loopq.paper.shown import MIN_ANSWERS
 from loopq.paper.stats import holm
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
-MODELS = {name: f"`{name}`" for name in ("huginn_small", "ouro_small", "rllama_small", "parcae_small")}
+#: Published models first. Their record has those tables that a model without logits can have.
+MODELS = {"plbert": "PL-BERT", "fracast": "Fracast-0"}
+MODELS |= {name: f"`{name}`" for name in ("huginn_small", "ouro_small", "rllama_small", "parcae_small")}
 MODELS |= {"looped": "SmolLM2's loop"}
 #: Statements of the page, and their text in the record.
 STATEMENTS = (
@@ -146,6 +148,7 @@ def verdicts(first: str, more: str = "") -> str:
                 assert number is not None, found
                 shown = next(filter(None, number.groups()))
                 shown = f"{float(shown):.2f}" if re.fullmatch(r"[\d.]+\d{3}", shown) else shown
+                shown = f"{float(shown):.1e}" if re.fullmatch(r"\d{5,}[.]\d+", shown) else shown
                 cells[model] = f"{SAID[verdict]}: {shown}"
         lines.append(f"| {statement} | {' | '.join(cells.values())} |")
     return "\n".join(lines)
@@ -248,9 +251,10 @@ def parts() -> dict[str, str]:
     newest = max(RECORD.glob("reproduce-*"))
     records = [newest / name for name in ("paper.md", "more-prompts.md")]
     texts = [file.read_text("utf-8") for file in records if file.is_file()]
+    every = [(newest / "published.md").read_text("utf-8") + texts[0], *texts[1:]]
     loops = max(RECORD.glob("feedback-*.md")).read_text("utf-8")
     return {
-        "verdicts": verdicts(*texts),
+        "verdicts": verdicts(*every),
         "undecided": undecided(*texts),
         "scores": scores((newest / "scores.md").read_text("utf-8")),
         "feedback": feedback(loops),

@@ -5,15 +5,17 @@ from all, and by loopq's presets, at 4 and 3 bits, and writes benches/record and
 docs/howto/batches.md. The forecaster is the package `fracast` with its trained weights; real series are data files of
 the package `statsmodels`. Both come by pip. The flow is trained here, in seconds.
 
-All rows but the first have searched scales.
+All rows but the first have searched scales. `--tools` instead adds rows of other tools on the forecaster to the
+newest record. `make peers` makes their environments, and `benches.quality.peer` says how each is called.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import datetime
-import importlib.util
+import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,8 +30,15 @@ from torch import Tensor, nn
 
 import loopq
 from benches.pages import RECORD, ROOT, into, json_lines
+from benches.quality.peers import answer_of, python_of
 from benches.quality.peers_table import processor, table
+from benches.zoo.forecaster import Batch, Forecaster, held_out, synthetic
+from loopq.calibrate.calls import CallSet
+from loopq.calibrate.prompts import evaluation_tokens
+from loopq.evaluation.compare import Measurement, compare
 from loopq.evaluation.stats import bootstrap
+from loopq.models.from_python import wrap
+from loopq.paper.models import Sizes
 
 PAGE = ROOT / "docs" / "howto" / "batches.md"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -48,15 +57,21 @@ PAIRS = (
     ("loopq", "GPTQ, all steps"),
     ("loopq", "loopq, even levels"),
 )
+LLM, EXL3 = "llm-compressor", "GPTQModel, EXL3"
+#: Rows of other tools on the forecaster.
+TOOLS = {
+    "llmcompressor": (LLM, f"{LLM}, mse", f"{LLM}, imatrix_mse", f"{LLM}, no wrapper"),
+    "autoround": ("auto-round", "auto-round, best"),
+    "gptqmodel": ("GPTQModel", EXL3),
+}
+#: Rows of loopq that stand beside other tools.
+OURS = ("loopq, even levels", "loopq")
 #: A control: noise of this share of a weight's size, from so many draws.
 SHARE, N_SHAKEN = 0.05, 4
 NOISE = f"float32, noise of {SHARE:.0%} on the looped weights"
 BITS: tuple[Literal[4, 3], ...] = (4, 3)
 GROUP = 32
-#: Points of a forecast, and of the largest context, as the model has them.
-HORIZON, CONTEXT = 48, 2048
 EULER = 24
-Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,90 +86,10 @@ class Subject:
     score: Callable[[Any, Any], float]
 
 
-class Forecaster(nn.Module):
-    """Core and head of Fracast-0 in one module: a normalized series to the quantiles of what follows."""
-
-    def __init__(self, weights: str = "fp32") -> None:
-        super().__init__()
-        from fracast.inference import FracastModel
-
-        whole = FracastModel.from_pretrained(weights=weights)
-        self.core, self.head, self.quantiles = whole.core, whole.head, whole.quantiles
-
-    def forward(self, values: Tensor, observed: Tensor, future: Tensor | None = None) -> Tensor:
-        """Quantiles of shape (n, 48, 9). `future` is for the score alone."""
-        hidden = self.core(values[:, None], observed[:, None], observed[:, None].float())
-        quantiles: Tensor = self.head.forward_horizon(
-            hidden, last_obs=values[:, -1:], ctx=values, ctx_mask=observed
-        )
-        return quantiles
-
-
-def window(series: NDArray[np.float64]) -> Batch:
-    """A batch of one series: all but its last 48 points as context, scaled to 0 and 1 as the package does."""
-    context, future = series[:-HORIZON][-CONTEXT:], series[-HORIZON:]
-    low = np.nanmin(context)
-    span = max(np.nanmax(context) - low, 1e-5)
-    values, observed = np.zeros(CONTEXT, np.float32), np.zeros(CONTEXT, bool)
-    values[-len(context) :] = np.nan_to_num((context - low) / span)
-    observed[-len(context) :] = np.isfinite(context)
-    values = torch.from_numpy(values)
-    future = torch.tensor((future - low) / span, dtype=torch.float32)
-    return {"values": values[None], "observed": torch.from_numpy(observed)[None], "future": future[None]}
-
-
-def synthetic(n: int, seed: int, shortest: int = 200) -> list[Batch]:
-    """Series of trend, two seasons, noise that remembers, and sometimes a break."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for _ in range(n):
-        length = int(rng.integers(shortest, CONTEXT)) + HORIZON
-        at = np.arange(length)
-        noise = rng.standard_normal(length) * rng.choice([0.05, 0.2, 0.5])
-        memory = rng.uniform(0, 0.95)
-        for i in range(1, length):
-            noise[i] += memory * noise[i - 1]
-        period = rng.integers(4, 100)
-        season = np.sin(2 * np.pi * (at / period + rng.random())) * rng.uniform(0, 2)
-        other = np.sin(2 * np.pi * (at / (period * rng.uniform(2, 9)) + rng.random())) * rng.uniform(0, 1)
-        jump = rng.normal() * (at > rng.integers(0, length)) * (rng.random() < 0.3)
-        made.append(window(season + other + noise + jump + rng.normal() * 2 * at / length))
-    return made
-
-
-def real() -> tuple[list[Batch], list[str]]:
-    """Windows of CO2, sunspots, El Nino, the Nile and US macroeconomic data, which the package `statsmodels` holds."""
-    found = importlib.util.find_spec("statsmodels")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("the real series are files of the package statsmodels: pip install statsmodels")
-    folder = Path(found.submodule_search_locations[0]) / "datasets"
-
-    def columns(name: str) -> NDArray[np.float64]:
-        return np.genfromtxt(folder / name / f"{name}.csv", delimiter=",", skip_header=1)
-
-    macro = columns("macrodata")
-    names = ("realgdp", "realcons", "realinv", "cpi", "m1", "tbilrate", "unemp")
-    places = (2, 3, 4, 7, 8, 9, 10)
-    series = {
-        "co2": (columns("co2")[:, 1], 3),
-        "sunspots": (columns("sunspots")[:, 1], 3),
-        "elnino": (columns("elnino")[:, 1:].flatten(), 3),
-        "nile": (columns("nile")[:, 1], 1),
-        **{name: (macro[:, i], 2) for name, i in zip(names, places, strict=True)},
-    }
-    windows, labels = [], []
-    for name, (values, n) in series.items():
-        for back in range(n):
-            windows.append(window(values[: len(values) - back * HORIZON]))
-            labels.append(f"real: {name} -{back}")
-    return windows, labels
-
-
 def fracast() -> Subject:
     """Fracast-0, with synthetic series to calibrate on and others to measure on."""
     model = Forecaster()
-    held, labels = real()
-    made = synthetic(28, 10_000)
+    held, labels = held_out()
     levels = torch.tensor(model.quantiles)
 
     def quantile_loss(output: Tensor, batch: Batch) -> float:
@@ -164,8 +99,8 @@ def fracast() -> Subject:
     return Subject(
         model,
         lambda draw: synthetic(32, draw),
-        held + made,
-        labels + [f"synthetic: {i}" for i in range(len(made))],
+        held,
+        labels,
         "quantile loss",
         quantile_loss,
     )
@@ -266,14 +201,51 @@ def shaken(subject: Subject, names: Sequence[str]) -> dict[str, list[float]]:
     return {key: [float(f"{v:.5g}") for v in row] for key, row in zip(("error", "score"), found, strict=True)}
 
 
+def values(m: Measurement) -> dict[str, list[float]]:
+    """Error and score of each held-out batch."""
+    return {key: [float(f"{v:.5g}") for v in getattr(m, key)[0]] for key in ("error", "score")}
+
+
+def others(name: str, asked: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of other tools from the first draw of calibration batches; what a tool refuses has its message."""
+    subject = SUBJECTS[name]()
+    loaded = wrap(subject.model)
+    tokens = evaluation_tokens(loaded, subject.held)
+    assert isinstance(tokens, CallSet)
+    tokens, system = dataclasses.replace(tokens, score=subject.score), loaded.system
+    names = [p.name for p in system.shared_parameters(system.n_steps) if p.treatment != "dense"]
+    job = {
+        "model": name, "sizes": vars(Sizes(len(subject.calibrations(0)), 1, 2)), "draw": 0, "names": names,
+        "data": None, "texts": [None, None], "dtype": None, "threads": 1,
+    }  # fmt: skip
+    rows = []
+    for tool, known in TOOLS.items():
+        variants = [v for v in known if v in asked and python_of(tool).is_file()]
+        if not variants:
+            print(f"{tool}: left out, since it is not asked for or {python_of(tool)} is not made")
+            continue
+        results = [(v, bits, 0 if v == EXL3 else GROUP) for bits in BITS for v in variants]
+        lines, weights = answer_of(tool, job | {"results": results})
+        found = compare(system, {str(n): w for n, w in weights.items()}, tokens) if weights else []
+        measured = {m.name: m for m in found}
+        for number, ((variant, bits, _), line) in enumerate(zip(results, lines, strict=True)):
+            row = {"model": name, "tool": tool, "variant": variant, "draw": 0, "bits": bits}
+            if "refused" in line:
+                rows.append(row | {"refused": line["refused"]})
+                continue
+            seconds, own = {"seconds": round(line["seconds"], 1)}, values(measured[str(number)])
+            rows.append(row | seconds | own | {"kinds": subject.kinds})
+            print(name, bits, variant, f"{np.median(own['error']):.4f}", flush=True)
+    return rows
+
+
 def run(name: str, draws: int) -> list[dict[str, Any]]:
     """Rows of a subject: the error and the score of each held-out batch, for each variant."""
     subject = SUBJECTS[name]()
     rows = []
 
     def row(m: Any, variant: str, **more: Any) -> None:
-        own = {key: [float(f"{v:.5g}") for v in getattr(m, key)[0]] for key in ("error", "score")}
-        rows.append({"model": name, "variant": variant, **more, **own, "kinds": subject.kinds})
+        rows.append({"model": name, "variant": variant, **more, **values(m), "kinds": subject.kinds})
 
     def measured(model: nn.Module, results: dict[str, Any]) -> list[Any]:
         return loopq.evaluate(model, results, subject.held, score=subject.score, threads=1)
@@ -296,14 +268,8 @@ def run(name: str, draws: int) -> list[dict[str, Any]]:
                     noise = {"model": name, "variant": NOISE, "draw": 0, "bits": 32}
                     rows.append(noise | shaken(subject, [*made.layers]) | {"kinds": subject.kinds})
                 row(found, variant, draw=draw, bits=bits, seconds=round(seconds, 1))
-                print(
-                    name,
-                    bits,
-                    draw,
-                    variant,
-                    f"{found.error.mean():.4f} {found.score.mean():.4f}",
-                    flush=True,
-                )
+                said = f"{found.error.mean():.4f} {found.score.mean():.4f}"
+                print(name, bits, draw, variant, said, flush=True)
     return rows
 
 
@@ -319,7 +285,7 @@ def shown(value: float) -> str:
 
 def results(rows: Sequence[dict[str, Any]], model: str, score: str) -> str:
     """One row for each variant, with the first draw of calibration batches."""
-    chosen = [r for r in rows if r["model"] == model and r["draw"] == 0]
+    chosen = [r for r in rows if r["model"] == model and r["draw"] == 0 and "tool" not in r]
     kinds = list(dict.fromkeys(k.partition(":")[0] for k in chosen[0]["kinds"]))
     of = f": {', '.join(kinds)}" if len(kinds) > 1 else ""
     lines = []
@@ -338,19 +304,46 @@ def results(rows: Sequence[dict[str, Any]], model: str, score: str) -> str:
 def paired(rows: Sequence[dict[str, Any]], model: str) -> str:
     """Ratios of two rows, batch by batch: the median with its interval, and how many batches are better."""
     by_name = {(r["bits"], r["variant"]): r for r in rows if r["model"] == model and r["draw"] == 0}
-    lines = []
-    for top, bottom in PAIRS:
-        line: dict[str, Any] = {"pair": f"{top} over {bottom}"}
-        for bits in BITS:
-            a, b = (np.array(by_name[bits, name]["error"]) for name in (top, bottom))
-            ratio = bootstrap([a / b], lambda r, axis: np.median(r, axis))
-            cell = (
-                f"{ratio.estimate:.2f} ({ratio.low:.2f}-{ratio.high:.2f}), {int((a < b).sum())} of {a.size}"
-            )
-            line[str(bits)] = cell
-        lines.append(line)
+    lines = [
+        {"pair": f"{top} over {bottom}"} | {str(b): over(by_name[b, top], by_name[b, bottom]) for b in BITS}
+        for top, bottom in PAIRS
+    ]
     heads = [(str(bits), f"{bits} bits: median (95 %), better in", "") for bits in BITS]
     return table(lines, [("pair", "error of", ""), *heads])
+
+
+def over(top: dict[str, Any], bottom: dict[str, Any]) -> str:
+    """The median of the ratio of two rows' errors with its interval, and in how many batches the first is smaller."""
+    a, b = (np.array(row["error"]) for row in (top, bottom))
+    ratio = bootstrap([a / b], lambda r, axis: np.median(r, axis))
+    return f"{ratio.estimate:.2f} ({ratio.low:.2f}-{ratio.high:.2f}), {int((a < b).sum())} of {a.size}"
+
+
+def beside(rows: Sequence[dict[str, Any]], model: str) -> str:
+    """Rows of other tools with loopq's beside them, and a line for each refusal."""
+    here = [r for r in rows if r["model"] == model and r["draw"] == 0]
+    ours = {(r["bits"], r["variant"]): r for r in here if r["variant"] in OURS}
+    lines, refused = [], dict[str, list[str]]()
+    for r in (r for r in here if "tool" in r):
+        if "refused" in r:
+            refused.setdefault(f"* {r['variant']}: `{r['refused']}`", []).append(f"{r['bits']} bits")
+            continue
+        line = {
+            "weights": f"{r['bits']} bits: {r['variant']}",
+            "s": r["seconds"],
+            "error": shown(np.median(r["error"])),
+        }
+        line |= {variant: over(ours[r["bits"], variant], r) for variant in OURS}
+        lines.append(line)
+    heads = [(variant, f"{variant} over it: median (95 %), better in", "") for variant in OURS]
+    columns = [
+        ("weights", "weights", ""),
+        ("error", "relative square error, median", ""),
+        *heads,
+        ("s", "CPU s", ""),
+    ]
+    said = [f"{text} ({', '.join(bits)})" for text, bits in refused.items()]
+    return "\n".join([table(lines, columns), *([""] if said else []), *said])
 
 
 def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
@@ -359,6 +352,8 @@ def pages(data: dict[str, Any]) -> dict[tuple[Path, str], str]:
     for name, score in (("fracast", "quantile loss"), ("flow", "points off the squares")):
         if any(r["model"] == name for r in data["rows"]):
             texts[PAGE, name] = f"{results(data['rows'], name, score)}\n\n{paired(data['rows'], name)}"
+    if any("tool" in r for r in data["rows"]):
+        texts[PAGE, "fracast-tools"] = beside(data["rows"], "fracast")
     return texts
 
 
@@ -368,14 +363,34 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: both")
     parser.add_argument("--draws", type=int, default=1, help="sets of calibration batches")
+    every = [variant for variants in TOOLS.values() for variant in variants]
+    parser.add_argument(
+        "--tools", nargs="*", metavar="ROW", choices=every, help="of other tools; default: all"
+    )
     parser.add_argument("--out", type=Path, help="default: a new record")
     args = parser.parse_args()
-    names = args.models or [*SUBJECTS]
-    today = datetime.date.today()
-    out = args.out or RECORD / f"calls-{today}.json"
-    rows = [row for name in names for row in run(name, args.draws)]
-    command = f"python -m benches.quality.calls --draws {args.draws} {' '.join(names)}"
-    data = {"command": command, "cpu": processor(), "loopq": loopq.__version__, "group": GROUP, "rows": rows}
+    if args.tools is not None:
+        rows = others("fracast", args.tools or every)
+        out = max(RECORD.glob("calls-*.json"))
+        data = json.loads(out.read_text("utf-8"))
+        made = {r["variant"] for r in rows}
+        data["rows"] = [r for r in data["rows"] if r["variant"] not in made] + rows
+        data |= {
+            "command of other tools": "python -m benches.quality.calls --tools",
+            "cpu of other tools": processor(),
+        }
+    else:
+        names = args.models or [*SUBJECTS]
+        out = args.out or RECORD / f"calls-{datetime.date.today()}.json"
+        rows = [row for name in names for row in run(name, args.draws)]
+        command = f"python -m benches.quality.calls --draws {args.draws} {' '.join(names)}"
+        data = {
+            "command": command,
+            "cpu": processor(),
+            "loopq": loopq.__version__,
+            "group": GROUP,
+            "rows": rows,
+        }
     out.write_text(json_lines(data) + "\n", "utf-8")
     if args.out is None:
         for (page, mark), text in pages(data).items():

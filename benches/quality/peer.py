@@ -28,6 +28,8 @@ from benches.quality.subjects import prepare
 from loopq.errors import LoopqError
 from loopq.paper.models import PreparedModel, Sizes
 
+#: How often the number of a call stands in the place of token ids.
+N_REPEATED = 8
 Weights = dict[str, np.ndarray]
 Method = Callable[["Subject", int, int], Weights]
 
@@ -56,10 +58,13 @@ class Subject:
         return linear
 
     def modules(self, group: int) -> dict[str, nn.Linear]:
-        """The modules to quantize; a width that is no multiple of the group is refused, as the tools do."""
+        """The modules to quantize; a width that is no multiple of the group is refused, as the tools do.
+
+        A narrower one has one scale per row, as in loopq.
+        """
         linears = {name: self.module(name) for name in self.job["names"]}
         for name, module in linears.items():
-            if group > 0 and module.in_features % group:
+            if 0 < group < module.in_features and module.in_features % group:
                 raise LoopqError(f"{name}: {module.in_features} inputs are no multiple of {group}")
         return linears
 
@@ -67,6 +72,11 @@ class Subject:
         """Class names of the members of module lists: the tools treat these as the layers of a model."""
         lists = [m for m in self.system.model.modules() if isinstance(m, nn.ModuleList)]
         return sorted({type(block).__name__ for blocks in lists for block in blocks})
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether a prompt is token ids, and not a call with other arguments."""
+        return self.batches[0].call is None
 
     def roll(self, number: int) -> torch.Tensor:
         """One rollout of a calibration prompt."""
@@ -87,8 +97,9 @@ def wrapped(subject: Subject, by_ids: bool = False) -> Iterator[nn.Module]:
             self.inner = subject.system.model
 
     class ByNumber(Wrapped):
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            return subject.roll(int(input_ids))
+        # A tool that cuts prompts to a length gets the number as often.
+        def forward(self, input_ids, attention_mask=None, use_cache=False):  # type: ignore[no-untyped-def]
+            return subject.roll(int(input_ids.flatten()[0]))
 
     class ByIds(Wrapped):
         # Tools trace this one. Prompts have one length, so that a mask masks nothing.
@@ -102,10 +113,14 @@ def wrapped(subject: Subject, by_ids: bool = False) -> Iterator[nn.Module]:
 
 
 def llmcompressor(
-    observer: str | None, order: str | None = "default", pipeline: str = "basic", preset: str | None = None
+    observer: str | None,
+    order: str | None = "default",
+    pipeline: str = "basic",
+    preset: str | None = None,
+    bare: bool = False,
 ) -> Method:
     """GPTQModifier by `oneshot`; pipeline "basic" sums over all calls of a weight. `preset` replaces the
-    scheme."""
+    scheme, and `bare` gives the module without a wrapper."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -113,23 +128,29 @@ def llmcompressor(
 
     def quantize(subject: Subject, bits: int, group: int) -> Weights:
         modules = subject.modules(group)
-        args = QuantizationArgs(
-            num_bits=bits, group_size=group, strategy="group", symmetric=True, observer=observer
-        )
-        targets = [f"inner.{name.removesuffix('.weight')}" for name in modules]
         # By default the modifier uses the order "static".
         chosen = {} if order == "default" else {"actorder": order}
-        scheme = QuantizationScheme(targets=targets, weights=args)
-        if preset is not None:
-            scheme = preset_name_to_scheme(preset, targets)
-            scheme.weights.observer = observer or scheme.weights.observer
-        recipe = GPTQModifier(config_groups={"all": scheme}, **chosen)
+        schemes = {}
+        for size in {size_of(m, group) for m in modules.values()}:
+            same = [n.removesuffix(".weight") for n, m in modules.items() if size_of(m, group) == size]
+            targets = same if bare else [f"inner.{n}" for n in same]
+            grid = {"strategy": "channel"} if size < 0 else {"strategy": "group", "group_size": size}
+            args = QuantizationArgs(num_bits=bits, symmetric=True, observer=observer, **grid)
+            schemes[str(size)] = QuantizationScheme(targets=targets, weights=args)
+            if preset is not None:
+                schemes[str(size)] = preset_name_to_scheme(preset, targets)
+                weights = schemes[str(size)].weights
+                weights.observer = observer or weights.observer
+        recipe = GPTQModifier(config_groups=schemes, **chosen)
         by_ids = pipeline != "basic"
         data: list[Any] = [b.input_ids for b in subject.batches]
         if not by_ids:
             data = [torch.tensor(i) for i in range(len(data))]
-        loader = DataLoader(data, batch_size=1, collate_fn=lambda x: {"input_ids": x[0]})
-        with wrapped(subject, by_ids) as model:
+        given = [{"input_ids": x} for x in data]
+        if bare:
+            given = [dict(b.call.kwargs) if b.call else {"input_ids": b.input_ids} for b in subject.batches]
+        loader = DataLoader(given, batch_size=1, collate_fn=lambda x: x[0])
+        with contextlib.nullcontext(subject.system.model) if bare else wrapped(subject, by_ids) as model:
             oneshot(model=model, dataset=loader, recipe=recipe, pipeline=pipeline, processor=Processor())
         return weights_of(modules)
 
@@ -155,11 +176,14 @@ def gptqmodel(exl3: bool = False) -> Method:
         if exl3 and group:
             raise LoopqError(f"EXL3 has no groups, got {group}; give {bits}:0")
         modules = subject.modules(group)
-        settings = {"group_size": -1, "act_group_aware": False} if exl3 else {"group_size": group}
-        config = QuantizeConfig(bits=bits, **settings)
         tasks, hooks = {}, []
         for name, module in modules.items():
-            task = tasks[name] = GPTQ(module, config)
+            settings = (
+                {"group_size": -1, "act_group_aware": False}
+                if exl3
+                else {"group_size": size_of(module, group)}
+            )
+            task = tasks[name] = GPTQ(module, QuantizeConfig(bits=bits, **settings))
             task.quantizer.configure(perchannel=True)
             task.fallback = None
 
@@ -192,7 +216,7 @@ def hqq() -> Method:
             codes, meta = Quantizer.quantize(
                 module.weight.detach().float(),
                 nbits=bits,
-                group_size=group,
+                group_size=min(group, module.in_features),
                 axis=1,
                 optimize=True,
                 device="cpu",
@@ -210,8 +234,16 @@ def autoround(n_iterations: int = 200) -> Method:
 
     def quantize(subject: Subject, bits: int, group: int) -> Weights:
         modules = subject.modules(group)
-        data = [{"input_ids": b.input_ids} for b in subject.batches]
-        with wrapped(subject, by_ids=True) as model:
+        ids = [b.input_ids for b in subject.batches]
+        if not subject.takes_ids:
+            ids = [torch.full((1, N_REPEATED), number) for number in range(len(ids))]
+        data = [{"input_ids": x} for x in ids]
+        narrow = {
+            f"inner.{n.removesuffix('.weight')}": {"bits": bits, "group_size": -1, "sym": True}
+            for n, m in modules.items()
+            if size_of(m, group) < 0 < group
+        }
+        with wrapped(subject, by_ids=subject.takes_ids) as model:
             tuned = AutoRound(
                 model,
                 tokenizer=Processor(),
@@ -223,12 +255,18 @@ def autoround(n_iterations: int = 200) -> Method:
                 seqlen=data[0]["input_ids"].shape[1],
                 iters=n_iterations,
                 device_map="cpu",
+                layer_config=narrow or None,
             )
             tuned.quantize()
             tuned_modules = dict(tuned.model.named_modules())
         return weights_of({name: tuned_modules[f"inner.{name.removesuffix('.weight')}"] for name in modules})
 
     return quantize
+
+
+def size_of(module: nn.Linear, group: int) -> int:
+    """Group size of a module; -1 is a row."""
+    return -1 if module.in_features < group else group
 
 
 def weights_of(modules: dict[str, nn.Linear]) -> Weights:
@@ -242,6 +280,7 @@ TOOLS: dict[str, dict[str, Callable[[], Method]]] = {
         "llm-compressor, mse": lambda: llmcompressor("memoryless_mse"),
         "llm-compressor, imatrix_mse": lambda: llmcompressor("imatrix_mse"),
         "llm-compressor, no order": lambda: llmcompressor(None, None),
+        "llm-compressor, no wrapper": lambda: llmcompressor(None, bare=True),
         "llm-compressor, default pipeline": lambda: llmcompressor(None, pipeline="independent"),
     },
     "gptqmodel": {"GPTQModel": gptqmodel, "GPTQModel, EXL3": partial(gptqmodel, exl3=True)},

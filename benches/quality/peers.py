@@ -90,8 +90,8 @@ OURS: dict[str, dict[str, Any]] = {
     f"{SMALL}, 10 state bits": {**_SMALL, "state_bits": 10},
     f"{SMALL}, inputs asymmetric, four draws": {**_SMALL, **_TOP},
 }
-#: Rows that cost hours on all models, and are made where they are named.
-NAMED_ONLY = ("auto-round, best", "GPTQModel, EXL3")
+#: Rows that cost hours on all models, or are refused, and are made where they are named.
+NAMED_ONLY = ("auto-round, best", "GPTQModel, EXL3", "llm-compressor, no wrapper")
 Result = tuple[str, int, int]
 KEY = ("model", "draw", "bits", "group", "variant", "task")
 
@@ -229,26 +229,8 @@ class Bench:
 
     def theirs(self, tool: str, results: list[Result]) -> list[dict[str, Any]]:
         """Quantize by another tool, in one process of its environment."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "job.json"
-            names = [t.name for t in self.source.plan(QuantConfig()).tasks]
-            path.write_text(json.dumps(self.job | {"tool": tool, "names": names, "results": results}))
-            done = subprocess.run(
-                [str(python_of(tool)), "-m", "benches.quality.peer", str(path)],
-                capture_output=True,
-                text=True,
-                check=False,
-                cwd=ROOT,
-            )
-            lines = [json.loads(line) for line in done.stdout.splitlines()]
-            if len(lines) < len(results):
-                raise SystemExit(f"{tool}: {done.stderr[-2000:]}")
-            weights = {}
-            for number, line in enumerate(lines):
-                if "refused" not in line:
-                    with np.load(path.with_name(f"{number}.npz")) as arrays:
-                        weights[number] = dict(arrays)
-        return self.measured(lines, weights)
+        names = [t.name for t in self.source.plan(QuantConfig()).tasks]
+        return self.measured(*answer_of(tool, self.job | {"names": names, "results": results}))
 
     def measured(self, lines: list[dict[str, Any]], weights: dict[int, Any]) -> list[dict[str, Any]]:
         """Add KL with its interval over prompts to each result; at other depths, and on other text."""
@@ -284,6 +266,35 @@ class Bench:
                         "output": one.output,
                     }
         return lines
+
+
+def answer_of(tool: str, job: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+    """Run a job of `benches.quality.peer` in the tool's environment.
+
+    Returns
+    -------
+    list of dict, dict of int to weights
+        A line for each result, and the weights of those that the tool did not refuse, by their number.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job | {"tool": tool}))
+        done = subprocess.run(
+            [str(python_of(tool)), "-m", "benches.quality.peer", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        if len(lines) < len(job["results"]):
+            raise SystemExit(f"{tool}: {done.stderr[-2000:]}")
+        weights = {}
+        for number, line in enumerate(lines):
+            if "refused" not in line:
+                with np.load(path.with_name(f"{number}.npz")) as arrays:
+                    weights[number] = dict(arrays)
+    return lines, weights
 
 
 def stored_bits(layers: Iterable[QuantizedLayer]) -> float:

@@ -78,7 +78,7 @@ PUBLISHED = (
     ("rounding", "RTN", "rounding"),
     ("GPTQ, one step", "GPTQ, one step, searched scales", "GPTQ, one step"),
     ("GPTQ, all steps", "GPTQ, trajectory, searched scales", "GPTQ, all steps"),
-    ("llm-compressor, `imatrix_mse`", "llm-compressor, imatrix_mse", ""),
+    ("llm-compressor, `imatrix_mse`", "llm-compressor, imatrix_mse", "llm-compressor, imatrix_mse"),
     ("loopq, `--levels even`", EVEN, "loopq, even levels"),
     ("loopq", "loopq default", "loopq"),
 )
@@ -404,9 +404,8 @@ def opening(data: dict[str, Any]) -> str:
 def published(data: dict[str, Any], calls: Rows) -> str:
     """One step, all steps and loopq on published looped models, at 3 bits in groups of 32, all with searched scales."""
     held = {r["variant"]: r["kl"] for r in of(data, PLBERT) if (r["bits"], r["group"]) == (3, 32)}
-    series = {
-        r["variant"]: np.median(r["error"]) for r in calls if (r["model"], r["bits"], r["draw"]) == FRACAST
-    }
+    chosen = [r for r in calls if (r["model"], r["bits"], r["draw"]) == FRACAST and "error" in r]
+    series = {r["variant"]: np.median(r["error"]) for r in chosen}
     lines = [
         {"weights": name}
         | ({"plbert": held[one]} if one in held else {})

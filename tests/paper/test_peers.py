@@ -7,13 +7,14 @@ import sys
 
 import numpy as np
 import pytest
+from torch import nn
 
 from benches import gguf, pages
 from benches.pages import json_lines
-from benches.quality import peers_table, real
+from benches.quality import calls, peer, peers_table, real
 from benches.quality.peak import Peak
 from benches.quality.subjects import prepare
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, LoopqError
 from loopq.paper.models import Sizes
 
 OURS = ["loopq best", peers_table.SEARCHED]
@@ -217,3 +218,30 @@ def test_a_row_of_a_record_is_one_line():
     text = json_lines(record)
     assert json.loads(text) == record
     assert '{"kl":0.1,"by_prompt":[0.25,1e-07]},' in text.splitlines()
+
+
+def test_a_tool_stands_beside_loopq_and_what_it_refuses_is_said():
+    about = {"model": "a", "draw": 0, "bits": 3}
+    rows = [
+        about | {"variant": "loopq, even levels", "error": [1.0, 1.0, 1.0]},
+        about | {"variant": "loopq", "error": [1.0, 1.0, 8.0]},
+        about | {"variant": "tool", "tool": "t", "error": [2.0, 2.0, 4.0], "seconds": 3.0},
+        *(
+            about | {"variant": "other", "tool": "o", "bits": bits, "refused": "TypeError: no ids"}
+            for bits in (4, 3)
+        ),
+    ]
+    text = calls.beside(rows, "a").splitlines()
+    assert text[2].startswith("| 3 bits: tool | 2.0000 | 0.50 (0.25-0.50), 3 of 3 | 0.50 (0.50-2.00), 2 of 3")
+    assert text[-1] == "* other: `TypeError: no ids` (4 bits, 3 bits)"
+
+
+def test_a_layer_that_is_narrower_than_a_group_is_a_row():
+    subject = object.__new__(peer.Subject)
+    layers = {"a.weight": nn.Linear(8, 4), "b.weight": nn.Linear(48, 4)}
+    subject.job, subject.module = {"names": ["a.weight"]}, layers.get
+    assert subject.modules(32) == {"a.weight": layers["a.weight"]}
+    assert (peer.size_of(layers["a.weight"], 32), peer.size_of(layers["b.weight"], 32)) == (-1, 32)
+    subject.job = {"names": [*layers]}
+    with pytest.raises(LoopqError, match=r"b\.weight: 48 inputs are no multiple of 32"):
+        subject.modules(32)

@@ -26,6 +26,7 @@ from loopq.run.solving import solve_from
 from loopq.run.source import Layers
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import Execution
+from loopq.settings.steps import parse_steps
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import model_tensors
 from loopq.storage.schema import Object
@@ -201,7 +202,19 @@ class Bench:
 
     def _config(self, overrides: tuple[Override, ...], changes: Mapping[str, Any]) -> QuantConfig:
         grid = {"bits": self.settings.bits, "group_size": self.settings.group_size}
+        overrides += self._of_shorter_loops(changes.get("steps", "all"))
         return QuantConfig.of(*overrides, rank_threshold=None, **(grid | dict(changes)))
+
+    def _of_shorter_loops(self, steps: str) -> tuple[Override, ...]:
+        """Give layers with fewer calls than the loop those of the steps that they have, or their last one."""
+        if steps in ("all", "first"):
+            return ()
+        chosen, found = parse_steps(steps, self.depth), []
+        for p in self.collected.job.selection.observed:
+            if 1 < p.invocations < self.depth and chosen[-1] >= p.invocations:
+                own = [t for t in chosen if t < p.invocations] or [p.invocations - 1]
+                found.append(Override(p.name, {"steps": ",".join(map(str, own))}))
+        return tuple(found)
 
     def solve(self, config: QuantConfig) -> Layers:
         """Quantize from the collected Hessians, or collect them as the settings' inputs require."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from loopq.calibrate.read import Served, read_tokens
 from loopq.errors import ConfigError
 from loopq.models.load import LoadedModel, load_model
 from loopq.paper.plbert import PLBERT, load_plbert, phonemes
+
+#: Takes the data folder, and options of `load_model` by their names.
+Opener = Callable[..., LoadedModel]
+_OPENERS: dict[str, Opener] = {PLBERT: load_plbert}
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,21 @@ class OpenedModel:
         )
 
 
+def register_source(name: str, opener: Opener) -> None:
+    """Register a model that no folder holds, such as one that a package brings.
+
+    Its prompts are those of `loopq.calibrate.prompts.register_prompts` for the `model_type` in its `config`.
+
+    Raises
+    ------
+    ConfigError
+        The name is taken.
+    """
+    if name in _OPENERS:
+        raise ConfigError(f"the model {name!r} is registered twice")
+    _OPENERS[name] = opener
+
+
 def open_source(
     name: str,
     data: Path | None = None,
@@ -123,7 +143,8 @@ def open_source(
     Parameters
     ----------
     name : str
-        Name of the embedded model, folder, or hub id. "plbert" is the real checkpoint.
+        Name of the embedded model, folder, or hub id. "plbert" is the real checkpoint; `register_source`
+        adds others.
     data : Path, optional
         Data folder. "plbert" is read from its `models/plbert_kokoro`.
     calibration, text : Path, optional
@@ -136,8 +157,8 @@ def open_source(
     ConfigError
         If "plbert" has no data folder.
     """
-    if name == PLBERT:
-        return OpenedModel(name, load_plbert(data, **loading), data)
+    if name in _OPENERS:
+        return OpenedModel(name, _OPENERS[name](data, **loading), data)
     return OpenedModel(Path(name).name, load_model(name, **loading), data, calibration, text)
 
 

@@ -23,6 +23,7 @@ from loopq.paper.scatter import gain_scatter
 from loopq.paper.shown import TABLES, Found, PaperTable, Shown
 from loopq.paper.tables.rank_survey import rank_survey
 from loopq.storage.schema import Object
+from loopq.systems.stepwise import steps_of
 
 #: Prompts of PL-BERT, whose rollout costs thirty times as much.
 FEWER = {"n_calibration": 32, "n_evaluation": 24}
@@ -42,7 +43,8 @@ def measure(bench: Bench) -> Object:
         called more than once. `full_precision` is the negative log-likelihood in nats by prompt, null for hidden
         states. `variants` has the bytes for each grid and variant. It lists KL, agreement and negative log-likelihood
         by calibration seed and prompt (for hidden states squared relative error, cosine and null). `ranks` comes from
-        `rank_survey`. `states` comes from `loopq.paper.probe.measure_states` and is null for systems with logits.
+        `rank_survey`. `states` comes from `loopq.paper.probe.measure_states` and is null without hidden states
+        by step.
     """
     s = bench.settings.changed(**(FEWER if bench.source.name == PLBERT else {}))
     sizes = Sizes(s.n_calibration * s.n_seeds, N_PROBE, s.n_evaluation, s.seq_len)
@@ -139,8 +141,8 @@ def _rounded(values: NDArray[np.float64]) -> list[float]:
 
 
 def _states(bench: Bench, model: PreparedModel, weights: Mapping[str, Weights]) -> Object | None:
-    """Hidden states by step, and what a probe reads from them. None for systems with logits."""
-    if bench.system.output != "hidden" or not bench.system.has_steps:
+    """Hidden states by step, and what a probe reads from them. None for systems with logits or without single steps."""
+    if bench.system.output != "hidden" or steps_of(bench.system) is None:
         return None
     progress = bench.execution.progress
     first = {f"INT{b} g{g}, {a}": weights[_name(b, g, a, 0)] for b, g in GRIDS for a in (RTN, ONE, ALL)}

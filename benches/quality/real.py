@@ -79,8 +79,10 @@ PUBLISHED = (
     ("GPTQ, one step", "GPTQ, one step, searched scales", "GPTQ, one step"),
     ("GPTQ, all steps", "GPTQ, trajectory, searched scales", "GPTQ, all steps"),
     ("llm-compressor, `imatrix_mse`", "llm-compressor, imatrix_mse", "llm-compressor, imatrix_mse"),
+    ("EXL3, 3.03 bits in all", EXL3, "EXL3"),
     ("loopq, `--levels even`", EVEN, "loopq, even levels"),
     ("loopq", "loopq default", "loopq"),
+    ("loopq, `--preset small`, 3.02 bits in all", SMALL, "loopq, preset small"),
 )
 FRACAST = ("fracast", 3, 0)
 #: Shapes (out, in) of a layer's matrices.
@@ -404,6 +406,9 @@ def opening(data: dict[str, Any]) -> str:
 def published(data: dict[str, Any], calls: Rows) -> str:
     """One step, all steps and loopq on published looped models, at 3 bits in groups of 32, all with searched scales."""
     held = {r["variant"]: r["kl"] for r in of(data, PLBERT) if (r["bits"], r["group"]) == (3, 32)}
+    # Two settings of about three bits in all.
+    held |= {r["variant"]: r["kl"] for r in data.get("exl3", []) if (r["model"], r["bits"]) == (PLBERT, 3)}
+    held |= {r["variant"]: r["kl"] for r in of(data, PLBERT) if (r["bits"], r["variant"]) == (3, SMALL)}
     chosen = [r for r in calls if (r["model"], r["bits"], r["draw"]) == FRACAST and "error" in r]
     series = {r["variant"]: np.median(r["error"]) for r in chosen}
     lines = [

@@ -178,11 +178,8 @@ def gptqmodel(exl3: bool = False) -> Method:
         modules = subject.modules(group)
         tasks, hooks = {}, []
         for name, module in modules.items():
-            settings = (
-                {"group_size": -1, "act_group_aware": False}
-                if exl3
-                else {"group_size": size_of(module, group)}
-            )
+            size = -1 if exl3 else size_of(module, group)
+            settings = {"group_size": size} | ({"act_group_aware": False} if size < 0 else {})
             task = tasks[name] = GPTQ(module, QuantizeConfig(bits=bits, **settings))
             task.quantizer.configure(perchannel=True)
             task.fallback = None

@@ -129,13 +129,19 @@ def verdicts(first: str, more: str = "") -> str:
     The second record has the tables of open verdicts again, on more prompts.
     """
     before, claims = claims_of(first), claims_of(first, more)
-    n = counted(claims)
-    apart, same = n["does not hold"], n["makes no difference"]
+    n, kinds = counted(claims), ("holds", "does not hold", "makes no difference", OPEN)
+    again = [new for old, new in zip(before, claims, strict=True) if old[2] == OPEN and old != new]
+    counts = {"on 24 prompts or fewer": counted(before), "with 400 prompts for those left open": n}
+    if again:
+        counts["those left open, on 400 prompts"] = collections.Counter(verdict for *_, verdict, _ in again)
     lines = [
-        f"Of {len(claims)} verdicts, {n.total()} are on distinct figures: {n['holds']} hold, {apart} "
-        f"{'does' if apart == 1 else 'do'} not, {same} say that it makes no difference, and {n['is left open']} are "
-        f"left open. The other {n['holds by construction']} hold by construction, and only check the code.",
-        *_decided(before, claims),
+        "| distinct figures | hold | do not | make no difference | are left open |",
+        "|---|---|---|---|---|",
+        *(f"| {name} | {' | '.join(str(c[kind]) for kind in kinds)} |" for name, c in counts.items()),
+        "",
+        f"Another {n['holds by construction']} of the {len(claims)} verdicts hold by construction, and only check the "
+        "code.",
+        *_again(before, claims),
         "",
         f"| statement of the paper | {' | '.join(MODELS.values())} |",
         f"|---|{'---|' * len(MODELS)}",
@@ -154,24 +160,11 @@ def verdicts(first: str, more: str = "") -> str:
     return "\n".join(lines)
 
 
-def _decided(before: Claims, after: Claims) -> list[str]:
-    """A sentence on what more prompts decided, if they were taken."""
-    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old[2] == OPEN]
-    again = [new for old, new in pairs if old != new]
-    if not again:
-        return []
-    first, n = counted(before), collections.Counter(verdict for *_, verdict, _ in again)
+def _again(before: Claims, after: Claims) -> list[str]:
+    """A sentence on the verdicts that more prompts were not taken for, and on those that they turned."""
+    kept = sum(old[2] == OPEN and old == new for old, new in zip(before, after, strict=True))
     turned = sum(old[2] not in (OPEN, new[2]) for old, new in zip(before, after, strict=True))
-    kept = len(pairs) - len(again)
-    return [
-        "",
-        f"On 24 prompts or fewer, {first['holds']} of these figures held, {first['does not hold']} did not, "
-        f"{first['makes no difference']} made no difference, and {first[OPEN]} were open. Of all {len(pairs)} open "
-        f"verdicts, {len(again)} were measured on 400: {n['holds']} hold, {n['does not hold']} do not, "
-        f"{n['makes no difference']} make no difference, and 400 prompts did not decide {n[OPEN]}. "
-        f"{kept or 'None'} {'was' if kept == 1 else 'were'} not measured again. Of the verdicts that were decided "
-        f"they changed {turned}.",
-    ]
+    return [f"{kept} open ones were not measured again. 400 prompts changed {turned} that had been decided."]
 
 
 def undecided(first: str, more: str = "") -> str:

@@ -108,9 +108,9 @@ def test_verdicts_count_a_figure_once_and_name_constructions() -> None:
     counts = paper.counted(paper.claims_of(RECORD))
     assert counts.pop("makes no difference", 0) == 0
     assert counts == {"holds": 2, "holds by construction": 2, "is left open": 1, "does not hold": 1}
-    first = paper.verdicts(RECORD).splitlines()[0]
-    assert "Of 8 verdicts, 6 are on distinct figures: 2 hold, 1 does not" in first
-    assert "The other 2 hold by construction" in first
+    said = paper.verdicts(RECORD)
+    assert "| with 400 prompts for those left open | 2 | 1 | 0 | 1 |" in said
+    assert "Another 2 of the 8 verdicts hold by construction" in said
 
 
 def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
@@ -133,13 +133,10 @@ def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
     # A verdict that more prompts confirm keeps its figure, which other tables share.
     assert "0.5 [" in claims[1][3]
     said = paper.verdicts(first, more)
-    assert (
-        "On 24 prompts or fewer, 2 of these figures held, 0 did not, 0 made no difference, and 2 were open."
-        in said
-    )
-    assert "Of all 2 open verdicts, 1 were measured on 400: 1 hold, 0 do not" in said
-    assert "did not decide 0. 1 was not measured again." in said
-    assert "that were decided they changed 1." in said
+    assert "| on 24 prompts or fewer | 2 | 0 | 0 | 2 |" in said
+    assert "| with 400 prompts for those left open | 2 | 1 | 0 | 1 |" in said
+    assert "| those left open, on 400 prompts | 1 | 0 | 0 | 0 |" in said
+    assert "1 open ones were not measured again. 400 prompts changed 1 that" in said
 
 
 def test_what_400_prompts_leave_open_is_listed_with_its_numbers() -> None:

@@ -321,7 +321,7 @@ def find_input_groups(
     output : Tensor
         The rollout's output.
     """
-    # In the order of the calls, which need not be the order of the declarations (OPT, BioGPT).
+    # In the order of the calls, which need not be the order of the declarations (BioGPT).
     inputs: dict[str, list[InputKey]] = {}
     n_rows: dict[str, int] = {}
     alive = []

@@ -31,7 +31,7 @@ def _is_silu(act: Any) -> bool:
     return bool(torch.allclose(act(x), torch.nn.functional.silu(x), atol=1e-6))
 
 
-def plain_attention(config: Any) -> bool:
+def has_plain_attention(config: Any) -> bool:
     """Whether every token attends to all earlier ones, and positions do not depend on the text's length."""
     windows = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -63,7 +63,11 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
         return None
     attention, mlp = layer.self_attn, layer.mlp
     known = _holds(attention, "q_proj k_proj v_proj o_proj", "q_norm k_norm rotary_emb gate_proj")
-    if not known or not _holds(mlp, "gate_proj up_proj down_proj", "act_fn") or not plain_attention(config):
+    if (
+        not known
+        or not _holds(mlp, "gate_proj up_proj down_proj", "act_fn")
+        or not has_plain_attention(config)
+    ):
         return None
     if not _is_silu(getattr(mlp, "act_fn", require("torch").nn.functional.silu)):
         return None

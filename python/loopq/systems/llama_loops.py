@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from loopq.layers.shared import SharedParameter
-from loopq.systems.blocks import angles_of, llama_block, plain_attention
+from loopq.systems.blocks import angles_of, has_plain_attention, llama_block
 from loopq.systems.declare import declare
 from loopq.systems.fixed import FixedCached, Positioned
 from loopq.systems.program import Program
@@ -40,7 +40,7 @@ class LlamaLoops(FixedCached):
 
     def caches(self) -> bool:
         """Whether no layer has a window, and positions do not depend on the text's length."""
-        return plain_attention(self.model.config)
+        return has_plain_attention(self.model.config)
 
     def _placed(self, positions: Tensor) -> list[tuple[nn.Module, nn.Module]]:
         """The model's rotary embeddings, and what gives the angles of these positions in their place."""

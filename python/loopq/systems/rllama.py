@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Published
-from loopq.systems.blocks import angles_of, plain_attention
+from loopq.systems.blocks import angles_of, has_plain_attention
 from loopq.systems.fixed import Positioned
 from loopq.systems.raven import Raven
 from loopq.systems.views import view
@@ -43,7 +43,7 @@ class RLlama(Raven):
 
     def caches(self) -> bool:
         """Whether no layer has a window, and positions do not depend on the text's length."""
-        return plain_attention(self.model.config)
+        return has_plain_attention(self.model.config)
 
     def _placed(self, positions: Tensor) -> Any:
         rotary = self.model.rotary_emb

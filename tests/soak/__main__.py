@@ -186,6 +186,8 @@ def main() -> int:
     ]
     print(render(("campaign", "of what", "tried", "failed", "outcomes"), rows))
     failures = [f"{name}: {line}" for name, c in results.items() for line in c.failures]
+    # A part that had no time for a case has shown nothing.
+    failures += [f"{name}: no case was tried" for name, c in results.items() if not c.n_tried]
     print("\n".join(failures))
     return 1 if failures else 0
 

@@ -164,7 +164,9 @@ def _again(before: Claims, after: Claims) -> list[str]:
     """A sentence on the verdicts that more prompts were not taken for, and on those that they turned."""
     kept = sum(old[2] == OPEN and old == new for old, new in zip(before, after, strict=True))
     turned = sum(old[2] not in (OPEN, new[2]) for old, new in zip(before, after, strict=True))
-    return [f"{kept} open ones were not measured again. 400 prompts changed {turned} that had been decided."]
+    return [
+        f"Not measured again: {kept} of those left open. 400 prompts changed {turned} that had been decided."
+    ]
 
 
 def undecided(first: str, more: str = "") -> str:

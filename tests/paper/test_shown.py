@@ -136,7 +136,7 @@ def test_more_prompts_replace_open_verdicts_and_those_they_turn() -> None:
     assert "| on 24 prompts or fewer | 2 | 0 | 0 | 2 |" in said
     assert "| with 400 prompts for those left open | 2 | 1 | 0 | 1 |" in said
     assert "| those left open, on 400 prompts | 1 | 0 | 0 | 0 |" in said
-    assert "1 open ones were not measured again. 400 prompts changed 1 that" in said
+    assert "Not measured again: 1 of those left open. 400 prompts changed 1 that" in said
 
 
 def test_what_400_prompts_leave_open_is_listed_with_its_numbers() -> None:
